@@ -36,7 +36,7 @@ from .recurrent.kernels import (
     kda_hopper,
     token_loop,
 )
-from .softmax import ampere, block_masks, eight_bits, hopper, norms
+from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary
 from .softmax.backward import ampere as backward_ampere
 from .softmax.backward import apart, bias, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
@@ -51,6 +51,7 @@ MODULES = {
         *(finish, sinks, backward_norms, bias, elements),
     ),
     "decode": (attend, decode_hopper, combine),
+    "projected": (rotary,),
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
     "append": (writing,),
     "quantize": (narrowing,),

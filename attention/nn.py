@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 import attention
+from tiles.torch_op import traced
 
 from .options import positive
+from .softmax.asked import ends_of
+from .softmax.autograd import adjacent
+from .softmax.gradient import ONCE
+from .softmax.projected import projected, projected_backward
+from .softmax.rotary import SERVED
 
 
 class Attention(nn.Module):
@@ -25,6 +32,9 @@ class Attention(nn.Module):
     for each head, whose exp joins its sums of weights; it begins at 0. qk_norm: learn weights (head_dim), eps is 1e-6. rotary:
     the base of the angles, 10000 in most models, position / base^(2 i / head_dim) for the pair of columns i and
     head_dim / 2 + i; None leaves positions out. bias: have the projections one. dtype, device: of the parameters.
+
+    With rotary, of heads of 64 or 128 columns and without further options of a call, norms, positions and attention are one
+    function of the projection, whose gradient is one array: queries, keys and values are read where the projection left them.
 
     Kernels take bfloat16 and float16: give the module and x such a dtype, or call it under torch.autocast. Parameters are
     `project.weight` (W^T, the rows of all queries first, then keys, then values), `out.weight`, `q_norm.weight`,
@@ -72,6 +82,8 @@ class Attention(nn.Module):
         attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim), and positions begin anew
         with each sequence)."""
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
+        if not options and self.at_once(x):
+            return self.out(self.projected(heads, positions).flatten(-2))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)  # views, and one gradient of all three
         if self.q_norm is not None and self.k_norm is not None:
             if self.rotary is None:  # attention normalises
@@ -79,12 +91,36 @@ class Attention(nn.Module):
             else:
                 q, k = normed(q, self.q_norm), normed(k, self.k_norm)
         if self.rotary is not None:
-            if positions is None:
-                positions = torch.arange(x.shape[1], device=x.device)
-            cos, sin = angles(positions, self.head_dim, self.rotary)
+            cos, sin = self.angles(heads, positions)
             q, k = turned(q, cos, sin), turned(k, cos, sin)
         out = self.attend(q.to(v.dtype), k.to(v.dtype), v, **self.options, **options)
         return self.out(out.flatten(-2))
+
+    def at_once(self, x: torch.Tensor) -> bool:
+        """Do norms, rotary and attention go by one function, whose gradients are one array? If nobody overrides `attend`, and
+        none of torch.func's transforms is at work."""
+        if self.rotary is None or self.head_dim not in SERVED or type(self).attend is not Attention.attend:
+            return False
+        return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+
+    def projected(self, heads: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """What `forward` says of x's projection (B, S, all heads, head_dim), as one function."""
+        cos, sin = (table.squeeze(-2) for table in self.angles(heads, positions))
+        norms = [None if norm is None else norm.weight.float() for norm in (self.q_norm, self.k_norm)]
+        eps = 1e-6 if self.q_norm is None or self.q_norm.eps is None else self.q_norm.eps
+        window = ends_of(self.options["window"])
+        options = eps, self.options["causal"], *window, self.options["softcap"], self.options["scale"]
+        sink = None if self.sink is None else self.sink.float()
+        return Projected.apply(heads, cos, sin, *norms, sink, self.kv_heads, options)
+
+    def angles(self, x: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the positions of x (B, S, ..), from 0 on if they are not given: then the same for all modules."""
+        base = cast(float, self.rotary)
+        if positions is not None:
+            return angles(positions, self.head_dim, base)
+        if traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # what is made there does not stay
+            return angles(torch.arange(x.shape[1], device=x.device), self.head_dim, base)
+        return _tables(x.shape[1], self.head_dim, base, x.device)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """attention.forward of q (B, S, heads, head_dim), k and v (B, S, kv_heads, head_dim)."""
@@ -97,6 +133,35 @@ class Attention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in (said | self.options).items() if value not in (None, False))
 
 
+class Projected(torch.autograd.Function):
+    """out (B, S, heads, head_dim) of heads of queries, keys and values (B, S, all of them, head_dim): see softmax/projected.py.
+    options: eps, causal, left, right, softcap, scale."""
+
+    @staticmethod
+    def forward(ctx, heads, cos, sin, q_norm, k_norm, sink, kv_heads, options):
+        """Without gradients."""
+        parts = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
+        out, lse, rows = projected(None, (*parts, cos, sin, q_norm, k_norm, sink, None, None, None), (*options, None))
+        ctx.save_for_backward(heads, cos, sin, q_norm, k_norm, sink, out, lse, rows)
+        ctx.told = kv_heads, options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        """Of all that is learnt. NotImplementedError if that is to be differentiated once more."""
+        heads, *given, out, lse, rows = ctx.saved_tensors
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (dout.requires_grad or heads.requires_grad):
+            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+        kv_heads, options = ctx.told
+        normed, sunk = given[2] is not None, given[4] is not None
+        parts = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
+        asked = torch.are_deterministic_algorithms_enabled(), normed, sunk, None
+        found = projected_backward(None, (adjacent(dout), *parts, *given, out, lse, rows, *(None,) * 4), (*options, *asked))
+        dx, *more = found if normed or sunk else (found,)
+        of_norms = more[:2] if normed else (None, None)
+        return dx, None, None, *of_norms, more[-1] if sunk else None, None, None
+
+
 def normed(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
     """The norm of x, its weights as x is: torch has one kernel of that, and under autocast x is not what they are."""
     return nn.functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
@@ -107,6 +172,13 @@ def angles(positions: torch.Tensor, head_dim: int, base: float) -> tuple[torch.T
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angle = positions.float()[..., None, None] * base ** (-pairs / head_dim)
     return angle.cos(), angle.sin()
+
+
+@functools.lru_cache(8)
+def _tables(length: int, head_dim: int, base: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`angles` of positions from 0 on."""
+    with torch.inference_mode(False):
+        return angles(torch.arange(length, device=device), head_dim, base)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

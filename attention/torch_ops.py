@@ -21,6 +21,7 @@ def register_torch_ops() -> None:
     from .softmax.backward.norms import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .softmax.decode import decode as decoding
     from .softmax.forward import _forward, _fp8_cache, _of_fp8, _variant
+    from .softmax.projected import projected, projected_backward
 
     of_norms = [program for every in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in every.values()]
     backward = differentiating._backward, differentiating._variant, differentiating._into, *of_norms
@@ -28,6 +29,6 @@ def register_torch_ops() -> None:
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
     append = appending._append, appending._append_with_queries
     quantise = _quantize, _quantize_blocks, appending._append_quantising, appending._append_quantising_with_queries
-    forward = _forward, _variant, _of_fp8, _fp8_cache
+    forward = _forward, _variant, _of_fp8, _fp8_cache, projected, projected_backward
     for program in *backward, *append, *quantise, *decode, *forward, *recurrent:
         program.op()

@@ -29,8 +29,9 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from attention import parallel
-from attention.nn import Attention
+from attention.nn import Attention, angles
 
+ROTARY = 10_000  # the base of the angles
 BYTES, WARMUP, TOGETHER = 256, 20, 10  # what there is to predict; steps until the full rate; steps that a model takes in a turn
 
 
@@ -52,7 +53,13 @@ TINY = Size(dim=32, depth=1, heads=2, kv_heads=1, tokens=32, batch=2, steps=4)
 
 
 class OnTorch(Attention):
-    """The same module without us."""
+    """The same module without us, and with tables of angles that are made once."""
+
+    tables: tuple[torch.Tensor, torch.Tensor]
+
+    def angles(self, x, positions):
+        """cos and sin of all positions."""
+        return self.tables
 
     def attend(self, q, k, v, *, causal, **none_of_these):
         """softmax(q k^T / sqrt(D)) v by torch."""
@@ -114,7 +121,7 @@ class Block(nn.Module):
 
     def __init__(self, size, attention):
         super().__init__()
-        self.attention = attention(size.dim, size.heads, size.kv_heads, causal=True, rotary=10_000, qk_norm=True)
+        self.attention = attention(size.dim, size.heads, size.kv_heads, causal=True, rotary=ROTARY, qk_norm=True)
         self.perceptron = nn.Sequential(
             nn.Linear(size.dim, 4 * size.dim, bias=False), nn.GELU(), nn.Linear(4 * size.dim, size.dim, bias=False)
         )
@@ -196,6 +203,10 @@ def train(size, ranks, baseline=False, eager=False, quiet=False):
     for name, module in {"attention": ranks.attention, **({"torch": OnTorch} if baseline else {})}.items():
         torch.manual_seed(0)
         model = Model(size, module).to(device)
+        if module is OnTorch:
+            tables = angles(torch.arange(size.tokens, device=device), size.dim // size.heads, ROTARY)
+            for block in model.blocks:
+                block.attention.tables = tables
         for block in [] if eager else model.blocks:
             block.compile(fullgraph=True)  # the first one; the others are like it
         runs[name] = Run(model, size.rate, ranks)

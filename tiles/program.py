@@ -64,13 +64,21 @@ class Step(Protocol):
     def run(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
+class Part(NamedTuple):
+    """Among a plan's scratch memory, before all else there: no memory of its own, but that of an array of the call, or of a
+    result, from so many bytes on. Its address has a place as if it were scratch."""
+
+    source: int
+    offset: int
+
+
 class Plan(NamedTuple):
     """How calls of one form are done: steps, and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see
-    Problem.scratch). What the caller gets back the schema says: one array by itself, several as a tuple; or `give` makes it of
-    all arrays, scratch memory behind those of the schema."""
+    Problem.scratch), after Parts of what there is. What the caller gets back the schema says: one array by itself, several as a
+    tuple; or `give` makes it of all arrays, scratch memory, but for Parts, behind those of the schema."""
 
     steps: Sequence[Step]
-    scratch: Sequence[tuple[tuple[int, ...], str]] = ()
+    scratch: Sequence[Part | tuple[tuple[int, ...], str]] = ()
     give: Callable[[Sequence[Any]], Any] | None = None
 
 
@@ -122,13 +130,14 @@ KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
 class _Known(NamedTuple):
     """What calls of a form have in common. It keeps no array alive.
 
-    makers: (the place of an array, what makes it). beyond: how far the second and further scratch arrays lie behind the first,
-    in one piece of memory. apart: (places of two arrays that must not share memory, the two distances between which they
-    might)."""
+    makers: (the place of an array, what makes it). parts: of arrays that there are when results are made. beyond: how far the
+    second and further scratch arrays lie behind the first, in one piece of memory. apart: (places of two arrays that must not
+    share memory, the two distances between which they might)."""
 
     kind: Kind
     device: int | None
     makers: list[tuple[int, Callable[[], Any]]]
+    parts: Sequence[Part]
     beyond: Sequence[int]
     apart: list[tuple]
     steps: Sequence[Step]
@@ -216,8 +225,8 @@ class Program:
             if low < addresses[b] - addresses[a] < high:
                 self._check_apart(self._described(arrays), a, b)
         every: Sequence[Any] = arrays
-        if known.makers:
-            every, addresses = [*arrays], [*addresses]
+        if known.makers or known.parts:
+            every, addresses = [*arrays], [*addresses, *known.parts]
             for place, make in known.makers:
                 new = make() if handle == current else known.kind.make_on(handle, known.device, make)
                 if place < len(arrays):
@@ -225,6 +234,8 @@ class Program:
                 else:  # scratch: kept until all steps are on the stream
                     every.append(new)
                     addresses.append(known.kind.address(new))
+            for place, (source, offset) in enumerate(known.parts, len(arrays)):
+                addresses[place] = addresses[source] + offset
         if known.beyond:
             start = addresses[-1]
             addresses += [start + far for far in known.beyond]
@@ -304,15 +315,17 @@ class Program:
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
         makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
-        scratch, beyond = (scratch, []) if give or first.device is None else _joined(scratch)
-        makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(scratch, len(order))]
+        parts: Any = [x for x in scratch if isinstance(x, Part)]
+        memory: Any = scratch[len(parts) :]
+        memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
+        makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
         apart = []
         for a, b in self.schema.apart(given):
             (first_at, mine), (last_at, its) = ascending(given[a]), ascending(given[b])
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return _Known(kind, first.device, makers, beyond, apart, steps, give)
+        return _Known(kind, first.device, makers, parts, beyond, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""

@@ -84,13 +84,13 @@ TOKENS = "S", "A", "T", "s", "x", "y"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens, s new ones; K and V
 # the columns of keys and values where they differ; F those of a feature map; N sequences have E = N + 1 ends;
 # C are batches of a cache, or pages, of which a sequence has M at most; x and y are blocks of S and of T;
-# U, W, X and Y are batch (or sequences), heads and sequence or 1
+# U, W, X and Y are batch (or sequences), heads and sequence or 1; r heads of queries and keys, p those of values, too
 TITLES = dict(B="batch", S="sequence", T="sequence", H="heads", G="heads", D="head_dim", K="key_dim", V="value_dim")
 TITLES |= dict(s="sequence", N="sequences", F="features", E="length", C="batches or pages", M="pages", x="blocks", y="blocks")
 SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1", "W": "B or 1", "X": "H or 1", "Y": "S or 1"}
 SPOKEN |= {"O": "1", "A": "Sq", "s": "S", "Z": "positions", "R": "pairs", "x": "blocks", "y": "blocks"}
 SPOKEN |= {"C": "B or pages", "N": "sequences", "M": "pages of each", "I": "B or 1", "J": "H or 1", "P": "rows of blocks"}
-SPOKEN |= {"Q": "blocks", "L": "blocks"}
+SPOKEN |= {"Q": "blocks", "L": "blocks", "r": "H + Hk", "p": "H + 2 Hk"}
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 

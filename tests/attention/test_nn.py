@@ -3,6 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
+from attention import nn  # noqa: E402
 from attention.nn import Attention  # noqa: E402
 
 DIM, TOKENS = 48, 20
@@ -14,6 +15,10 @@ CASES = {
     "one head of keys": (dict(heads=2, kv_heads=1, qk_norm=True, softcap=2.0, scale=0.3), {}),
     "positions of each sequence": (dict(heads=3, head_dim=8, rotary=10_000.0, causal=True),
                                    dict(positions=torch.randint(50, (2, TOKENS)))),
+    "at once": (dict(heads=2, kv_heads=1, head_dim=64, rotary=10_000.0), {}),
+    "at once, all": (dict(heads=4, kv_heads=2, head_dim=64, causal=True, window=(7, None), sink=True, qk_norm=True,
+                          rotary=100.0, bias=True, softcap=9.0, scale=0.2), dict(positions=torch.arange(3, 3 + TOKENS))),
+    "at once, norms": (dict(heads=1, head_dim=128, causal=True, qk_norm=True, rotary=100.0), {}),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -80,8 +85,9 @@ def test_is_what_it_says(name):
         assert_near(gradient, exact.grad if n == "x" else module.get_parameter(n).grad, n)
 
 
-def test_autocast():
-    module, _, x, _ = made("all", torch.float32)
+@pytest.mark.parametrize("name", ["all", "at once, all"])
+def test_autocast(name):
+    module, _, x, _ = made(name, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         out = module(x)
     assert out.dtype == torch.bfloat16
@@ -100,8 +106,31 @@ def test_options_of_a_call():
     torch.testing.assert_close(out, alone, rtol=2**-6, atol=2**-8)
 
 
-def test_compiles_whole():
-    module, options, x, _ = made("all")
+def test_at_once_is_one_function(monkeypatch):
+    """Of the projection, in eager calls and compiled ones; where `attend` is another, or a call has options, it is in parts."""
+    asked, real = [], nn.Projected.apply
+    monkeypatch.setattr(nn.Projected, "apply", lambda *args: asked.append(args[0].shape) or real(*args))
+    module, _, x, _ = made("at once")
+    x = x[:, :5]
+    out = module(x)
+    assert asked == [(2, 5, 4, 64)]
+    module(x, bias=torch.zeros(1, 1, 1, 5))
+
+    class Other(Attention):
+        def attend(self, q, k, v, **options):
+            return super().attend(q, k, v, **options)
+
+    other = Other(DIM, 2, 1, 64, rotary=10_000.0, dtype=torch.bfloat16)
+    other.load_state_dict(module.state_dict())
+    assert_near(other(x), out.double(), "out")
+    assert len(asked) == 1
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["all", "at once", "at once, all"])
+def test_compiles_whole(name):
+    module, options, x, _ = made(name)
     wanted = torch.autograd.grad(module(x, **options).float().square().sum(), [x, *module.parameters()])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     got = torch.autograd.grad(compiled(x, **options).float().square().sum(), [x, *module.parameters()])

@@ -7,6 +7,7 @@ import attention
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from attention.softmax import projected  # noqa: E402
 from attention.softmax.backward import norms  # noqa: E402
 
 TOKENS, HEAD = 16, 64
@@ -59,6 +60,11 @@ class Inputs:
         """Of each token and head of it."""
         return {name: -self.rate(*shape, self.heads) for name in ("k_descale", "v_descale")}
 
+    def of_projection(self):
+        """q, k, v, cos and sin, both norms and sinks."""
+        tables = [torch.randn(self.tokens, HEAD // 2, device=self.device) for _ in range(2)]
+        return *self.qkv(), *tables, -self.rate(HEAD), -self.rate(HEAD), self.rate(self.heads)
+
     def angles(self):
         """cos and sin of 40 positions."""
         angles = torch.randn((40, HEAD // 2), device=self.device)
@@ -82,6 +88,17 @@ def warmer(s, b, h, i, j, docs):
 def normalised(q, *norm):
     """Rows of q as forward normalises them."""
     return norms.normalised("q", q, norm if norm[1:] else norm[0], 1e-6, None, "bshd")
+
+
+def projecting(*given):
+    """(out, lse, rows) of a projection."""
+    return projected.projected(None, (*given, None, None, None), (1e-6, True, 5, None, None, None, None))
+
+
+def of_projection(*given):
+    """(dx, dq_norm, dk_norm, dsink) of a projection."""
+    options = 1e-6, True, 5, None, None, None, True, True, True, None
+    return projected.projected_backward(None, (*given, *(None,) * 4), options)
 
 
 def norm_gradients(k, dy, *norm):
@@ -114,6 +131,17 @@ CALLS = {
     "backward, window": (
         attention.backward,
         lambda x: ((x.qkv()[2], *x.qkv(), x.qkv()[2], 9 + x.state(x.tokens)), dict(causal=True, window=(5, None))),
+    ),
+    "projected": (
+        projecting,
+        lambda x: (x.of_projection(), dict()),
+    ),
+    "projected, backward": (
+        of_projection,
+        lambda x: (
+            (x.qkv()[2], *x.of_projection(), x.qkv()[2], 9 + x.state(x.tokens), x.tile(x.batch, x.tokens, 2 * x.heads, HEAD)),
+            {},
+        ),
     ),
     "norm of queries": (normalised, lambda x: ((x.qkv()[0], x.rate(x.heads, HEAD)), {})),
     "norm's gradient": (norm_gradients, lambda x: ((*swapped(*x.qkv()[:2]), x.tile(HEAD), x.rate(x.heads, HEAD)), {})),
