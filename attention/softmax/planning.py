@@ -47,7 +47,8 @@ def bias_of(problem: Problem) -> Biased | None:
         return None
     form = problem["bias"].form
     one_row = form.shape[-2] == 1 or form.strides[-2] == 0
-    return BiasedByKey(form.strides[-1] == form.itemsize) if one_row else Biased()
+    adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize  # what is alone is spread: see launches.over
+    return BiasedByKey(adjacent) if one_row else Biased()
 
 
 def functions_of(

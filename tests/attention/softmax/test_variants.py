@@ -91,6 +91,7 @@ def test_every_variant(place, family, case):
 EDGES = {  # (queries, keys): on both sides of every edge of tiles of 64, 128 and 192 rows; more queries than keys
     (1, 1): "window of one key",
     (1, 128): "mask",
+    (2, 1): "bias of keys",
     (65, 64): "window",
     (129, 127): "everything",
     (128, 256): "window, left",
