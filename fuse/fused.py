@@ -101,7 +101,9 @@ class Fused:
         results = gradient.differentiable(self, flat)
         if not lead:
             return results
-        return tuple([x.reshape(*lead, -1) for x in results]) if isinstance(results, tuple) else results.reshape(*lead, -1)
+        several = isinstance(results, tuple)
+        shaped = tuple([x.reshape(*lead, x.shape[-1]) for x in (results if several else (results,))])
+        return shaped if several else shaped[0]
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     @functools.cached_property
@@ -138,7 +140,7 @@ class Fused:
         if dtype.name not in (*FLOATS, "float64"):
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
         results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
-        results = [x.reshape(*lead, -1) for x in results] if lead else results
+        results = [x.reshape(*lead, x.shape[-1]) for x in results] if lead else results
         for target, x in zip(out if isinstance(out, tuple) else [out] if out is not None else [], results):
             if target.shape != x.shape:
                 raise ValueError(f"out: must have the result's shape: out.shape={target.shape}, {x.shape}")
@@ -160,10 +162,11 @@ class Fused:
         try:
             found = program(stream, (*held, *outs), numbers)
         except NoKernel as error:
-            warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
+            if all([math.prod(x.shape) for x in held]):
+                warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
             return self._by_parts(*arrays)
         results = found if isinstance(found, tuple) else (found,)
-        results = tuple([x.reshape(*lead, -1) for x in results]) if lead else results
+        results = tuple([x.reshape(*lead, x.shape[-1]) for x in results]) if lead else results
         return results[0] if program.single else results
 
     def _by_parts(self, *arrays: Any) -> Any:

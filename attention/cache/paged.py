@@ -10,6 +10,7 @@ import numpy as np
 from .memory import DESCALES, Pools, memory_of
 
 NONE = -1  # in a page table: no page. attention.append writes nothing there
+OWN = {"k", "v", "lengths", "pages", "batch_index", "cu_seqlens", "layout"}  # what append is told by the cache
 Layer = tuple[Any, Any]
 
 
@@ -203,10 +204,14 @@ class PagedCache:
             raise TypeError(f"sequences: must be a list of their numbers: {sequences=}")
         if self.descales[0] and (told := [name for name in DESCALES if name in options]):
             raise ValueError(f"{told[0]}: is the cache's own where it keeps descales: scaled=True")
+        for name in OWN & options.keys():
+            raise ValueError(f"{name}: is the cache's own, whose pools are (pages, page size, Hk, D)")
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer: there are {len(self.layers)}: {layer=}")
         ends, wanted = None, (len(sequences), int(k_new.shape[1]))
         if tokens is not None:
+            if not hasattr(tokens, "__len__"):
+                raise TypeError(f"tokens: must be a list, one for each sequence: {tokens=}")
             ends = np.cumsum([0, *tokens], dtype=np.int32)
             wanted = 1, int(ends[-1])
         if tuple(k_new.shape[:2]) != wanted:
@@ -285,13 +290,18 @@ class PagedCache:
     # ---- numbers -----------------------------------------------------------------------------------------------------
     def _check(self, sequences: Sequence[int]) -> None:
         for n in sequences:
+            if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+                raise TypeError(f"sequences: must be numbers that `add` gave: {n!r}")
             if n not in self._held:
                 raise ValueError(f"sequence {n} is not in use; those in use: {self.sequences}")
 
     def _counts(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> dict[int, int]:
         """How many tokens of each sequence."""
         self._check(sequences)
-        counts = [int(tokens)] * len(sequences) if isinstance(tokens, (int, np.integer)) else [int(n) for n in tokens]
+        each = [tokens] * len(sequences) if isinstance(tokens, (int, np.integer)) else tokens
+        if not hasattr(each, "__len__") or not all(hasattr(n, "__index__") for n in each):
+            raise TypeError(f"tokens: must be an integer, or one for each sequence: {tokens=}")
+        counts = [int(n) for n in each]
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"sequences: must be different ones: {sequences=}")
         if len(counts) != len(sequences) or min(counts, default=0) < 0:

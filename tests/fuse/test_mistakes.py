@@ -92,3 +92,13 @@ def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
                 assert isinstance(found, tuple) == (definition is not alone)
                 (found,) = found if isinstance(found, tuple) else (found,)
                 assert found.shape == (4, 48) and (found == 64).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+def test_no_rows(shape):
+    """Nothing becomes of nothing, without a word."""
+    x, w = np.ones(shape, BF16), np.ones((64, 48), BF16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for found in (product(x, w), product.run(x, w)):
+            assert found.shape == (*shape[:-1], 48)

@@ -360,3 +360,27 @@ def test_of_jax_not_all_options_are_served():
     cache = PagedCache([(k, k)], sequences=1, tokens=8)
     with pytest.raises(NotImplementedError, match="positions: is not served on JAX's arrays"):
         cache.append([cache.add()], k[:1, :1], k[:1, :1], positions=None)
+
+
+def test_what_append_of_a_cache_is_told():
+    """Refused in its own words before anything changes."""
+    pool, new = (np.zeros((6, 16, 2, 64), BF16) for _ in range(2)), np.ones((1, 2, 2, 64), BF16)
+    cache = PagedCache([tuple(pool)], sequences=3, tokens=64)
+    a = cache.add()
+    for error, words, sequences, options in (
+        (ValueError, "lengths: is the cache's own", [a], dict(lengths=np.zeros(1, np.int32))),
+        (ValueError, "layout: is the cache's own, whose pools are", [a], dict(layout="bhsd")),
+        (TypeError, "tokens: must be a list, one for each sequence: tokens=5", [a], dict(tokens=5)),
+        (TypeError, "sequences: must be numbers that `add` gave: 0.0", [0.0], {}),
+        (
+            TypeError,
+            r"append\(\) got an unexpected keyword argument 'is_causal'; here that is causal",
+            [a],
+            dict(is_causal=True),
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            cache.append(sequences, new, new, **options)
+    with pytest.raises(TypeError, match="tokens: must be an integer, or one for each sequence: tokens=1.5"):
+        cache.extend([a], 1.5)
+    assert cache.length(a) == 0 and cache.free_pages == 6
