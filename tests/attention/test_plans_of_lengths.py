@@ -20,6 +20,7 @@ from attention.softmax.backward.norms import DIFFERENTIATE
 from attention.softmax.decode.decode import _append as _decode_append
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward import _forward, _variant
+from attention.softmax.projected import projected, projected_backward
 from attention.softmax.python import named
 from tiles import arrays as in_memory
 from tiles import bound, loaded, tma
@@ -37,6 +38,7 @@ PROGRAMS = {name: getattr(import_module(f"attention.recurrent.{name}"), f"_{name
 PROGRAMS |= {"decode": _decode, "decode_append": _decode_append}
 PROGRAMS |= {"mla_decode": _mla_decode, "mla_decode_fp8": _mla_decode_fp8}
 PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
+PROGRAMS |= {"backward": import_module("attention.softmax.backward.backward")._backward}
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
 
 
@@ -155,7 +157,7 @@ def calls(draw, name):
     rows = {
         row.name: row
         for row in schema.arguments.values()
-        if given[row.name] and row.name not in ("lse", "state", "z", "states")
+        if given[row.name] and not (row.name == "lse" and row.result) and row.name not in ("state", "z", "states")
     }
     if name == "linear_step":
         rows["state"] = schema.arguments["state"]
@@ -195,7 +197,10 @@ def calls(draw, name):
 
 OPTIONS = {
     (name, bool): st.booleans()
-    for name in "causal return_lse interleaved normalize return_state dt_softplus return_final_states".split()
+    for name in (
+        *"causal deterministic return_lse interleaved normalize return_state".split(),
+        *"dt_softplus return_final_states".split(),
+    )
 }
 OPTIONS |= {
     ("scale", float | None): st.sampled_from([None, None, 0.3]),
@@ -323,6 +328,37 @@ def test_gradients_of_norms_are_planned_a_few_times(gpu, monkeypatch):
         assert found == fresh(gpu.call, program, *given) and len(found[0]) == (2 if length == 0 else 5)
         made.clear()
     assert count <= 3
+
+
+def test_projections_are_planned_a_few_times(gpu, monkeypatch):
+    """Queries, keys and values are columns of one array; parts of results lie where these do, before all scratch memory."""
+    heads, kv_heads, dim = 4, 2, 64
+    both = projected, projected_backward
+    made, count = [planned(monkeypatch, program) for program in both], 0
+    for length in 40, 700, 4096, 41:
+        whole, starts = tokens(2, length, heads + 2 * kv_heads, dim).form, (0, heads, heads + kv_heads)
+        x = [
+            Lent(MEMORY + 2 * dim * first, whole._replace(shape=(2, length, n, dim)))
+            for first, n in zip(starts, (heads, kv_heads, kv_heads))
+        ]
+        tables = [Lent(MEMORY + n * ROOM, Form((length, 32), (128, 4), "float32", 0, 4)) for n in (1, 2)]
+        vectors = [
+            Lent(MEMORY + n * ROOM, Form((size,), (4,), "float32", 0, 4)) for n, size in ((3, dim), (4, dim), (5, heads))
+        ]
+        lse = Lent(MEMORY + 6 * ROOM, Form((2, heads, length), contiguous((2, heads, length), 4), "float32", 0, 4))
+        out, dout, rows = (tokens(2, length, n, dim, MEMORY + at * ROOM) for n, at in ((heads, 7), (heads, 8), (6, 9)))
+        given = *x, *tables, *vectors
+        options = 1e-6, True, 9, None, None, None
+        calls = [
+            (projected, (*given, None, None, None), (*options, None), "bshd"),
+            (projected_backward, (dout, *given, out, lse, rows, *[None] * 4), (*options, False, True, True, None), "bshd"),
+        ]
+        for call, launches in zip(calls, (2, 7)):
+            before = [*map(len, made)]
+            found = gpu.call(*call)
+            count += sum(map(len, made)) - sum(before)
+            assert found == fresh(gpu.call, *call) and len(found[0]) == launches
+    assert count <= 5
 
 
 def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):
