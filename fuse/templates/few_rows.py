@@ -107,7 +107,8 @@ class FewRows(Product):
         if self.inner >= DEEP and -(-self.columns // 64) * (self.batch or 1) <= self.processors // 8:
             ways.append((4, 64))
         alone = len(self.products) == 1 and not (self.narrow or self.beside or self.extension or self.widens or self.batch)
-        if rows == MOST_ROWS and alone and viewed(self.x).operation == "input":  # a kernel ahead wants multiprocessors, too
+        first = self.early and viewed(self.x).operation == "input"  # a kernel ahead wants multiprocessors, too
+        if rows == MOST_ROWS and alone and first:
             ways.append((2, UPRIGHT))
         wide = -1 if self.batch else 1  # of a batch several blocks follow each other on a multiprocessor: wide ones are fewer
         _, blocks, columns = min(((self._microseconds(rows, c, b), b, wide * c) for b, c in ways))
