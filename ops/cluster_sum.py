@@ -127,6 +127,15 @@ class RowSums:
             cluster.store_async(cluster.map(place, peer), sums, cluster.map(full, peer))
 
     @inlined
+    def receive_band(self, band, parts, full):
+        """The sums of a band's 16 rows alone, as the col_vec of products whose rows those are."""
+        cluster.receive(full, 1)
+        total = load(subtile(parts, BAND, band), rt(BAND, BAND, fp32).col_vec)
+        for k in range(1, self.blocks * warpgroup.WARPGROUP // self.bands):
+            total = total + load(subtile(parts, BAND, k * self.bands + band), rt(BAND, BAND, fp32).col_vec)
+        return total
+
+    @inlined
     def receive(self, parts, full):
         """The sums, as soon as all have sent theirs."""
         cluster.receive(full, 1)

@@ -1,10 +1,12 @@
 """Products of few rows, 1 to 64: the weights stream at memory speed.
 
 The product is computed as its transpose, y.T = w.T @ u.T with u = prologue(x): the weights, most of what is read, stand on
-the left of wgmma, which takes 64 of their columns at a time, and the few rows on its right. Weights come by TMA through a deep
-ring, x and vectors along k through another. If there is something to do with x, one warpgroup prepares u, adds up the sides,
-and multiplies x by a narrow matrix. The blocks of a cluster take a part of k each, and add up what they have through
-distributed shared memory; then the epilogue runs on what is complete. Products of a batch lie along the grid's second axis.
+the left of wgmma, which takes 64 of their columns at a time, and the few rows on its right. Up to 64 rows may as well stand
+upright on its left; tiles then have 96 columns, so that 6144 of them keep almost all multiprocessors busy. Weights come by TMA
+through a deep ring, x and vectors along k through another. If there is something to do with x, one warpgroup prepares u, adds
+up the sides, and multiplies x by a narrow matrix. The blocks of a cluster take a part of k each, and add up what they have
+through distributed shared memory; then the epilogue runs on what is complete. Products of a batch lie along the grid's second
+axis.
 
 A launch may be early: its weights are on their way before the launch before is done, which must not write them (ops/grid.py).
 
@@ -32,6 +34,7 @@ NAMES = (
 )  # ours
 MEMORY = 4.1e6  # bytes a microsecond: what tiles of 64 to 256 columns stream at
 INTAKE = 51e3  # the same of one multiprocessor
+UPRIGHT = 96  # columns of a tile whose rows stand on wgmma's left
 DEEP = 1024  # of k, from which on a cluster of four may share it
 EXCHANGE = 0.5  # microseconds that a sum over a cluster takes
 ROOM = 222 * 2**10  # bytes of shared memory for rings and what else there is
@@ -84,6 +87,11 @@ class FewRows(Product):
         return 1 if self.widens else ITEM
 
     @property
+    def upright(self) -> bool:
+        """Are rows on wgmma's left? There are as many as it takes then."""
+        return self.schedule is not None and self.schedule.columns == UPRIGHT
+
+    @property
     def rank(self) -> int:
         """Of the narrow product as it is computed, beyond its own TMA brings zeros; 0: there is none."""
         return max((-(-x.of[0].extents[1] // 16) * 16 for x in self.narrow), default=0)
@@ -98,12 +106,16 @@ class FewRows(Product):
         ways = [(b, c) for c in (64, 128) for b in (1, 2)]
         if self.inner >= DEEP and -(-self.columns // 64) * (self.batch or 1) <= self.processors // 8:
             ways.append((4, 64))
+        alone = len(self.products) == 1 and not (self.narrow or self.beside or self.extension or self.widens or self.batch)
+        first = self.early and viewed(self.x).operation == "input"  # a kernel ahead wants multiprocessors, too
+        if rows == MOST_ROWS and alone and first:
+            ways.append((2, UPRIGHT))
         wide = -1 if self.batch else 1  # of a batch several blocks follow each other on a multiprocessor: wide ones are fewer
         _, blocks, columns = min(((self._microseconds(rows, c, b), b, wide * c) for b, c in ways))
         columns *= wide
         wider, finer = (self._rings(rows, columns, depth, blocks) for depth in (128, 64))
         deep = min(3, -(-self.inner // (128 * blocks)))
-        if not self.plain or self.sides or (rows == MOST_ROWS and columns == 128):
+        if not self.plain or self.sides or (rows == MOST_ROWS and columns > 64):
             return finer  # in fp32 128 columns of rows are more than the preparer's registers hold; and x comes sooner
         return wider if wider and min(wider.stages, wider.ahead + 2 * (not self.plain)) >= deep else finer or wider
 
@@ -131,7 +143,7 @@ class FewRows(Product):
         beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x
         more = self.extension.left.extents[1] if self.extension else 0
         steps = -(-(-(-self.inner // depth) - (-more // depth)) // blocks)
-        tall = 1.5 if rows == MOST_ROWS else 1  # much of x, which is under way longest: all blocks ask for the same
+        tall = 2 if columns == UPRIGHT else 1.5 if rows == MOST_ROWS else 1  # much of x, which all blocks ask for at once
         fitting = [
             (min(tall * stages, ahead + (rows < MOST_ROWS) * second), stages, -ahead)
             for ahead in range(turns, MOST_SLOTS + 1, turns)
@@ -201,7 +213,7 @@ class Named(NamedTuple):
 
 class Streamed(NamedTuple):
     """A weight that comes through a ring. tile: the name of its type. acc, parts, full: of its product: the accumulator, and
-    where peers send theirs. turned: see Weight. lead: see Named."""
+    where peers send theirs. turned: see Weight. lead: see Named. upright: see FewRows."""
 
     ring: str
     array: str
@@ -211,23 +223,28 @@ class Streamed(NamedTuple):
     parts: str = ""
     full: str = ""
     lead: str = ""
+    upright: bool = False
 
     @property
     def form(self) -> str:
-        """Of the product, y.T = w.T @ u.T."""
-        return "ABt" if self.turned else "AtBt"
+        """Of the product, y.T = w.T @ u.T, or y = u @ w."""
+        return "ABt" if self.turned else "AB" if self.upright else "AtBt"
+
+    def factors(self, u: str, i: str) -> str:
+        """Both factors' i-th tiles, in the order in which they stand."""
+        return f"{u}.wait({i}), {self.ring}.wait({i})" if self.upright else f"{self.mine(i)}, {u}.wait({i})"
 
     def mine(self, i: str) -> str:
         """The consumer's part of the i-th tile."""
         return f"subtile({self.ring}.wait({i}), {'64' if self.turned else 'DEPTH, 0, 64'}, me)"
 
     @classmethod
-    def of(cls, weight: Weight, parameters: dict[Term, str], apart: bool = False) -> Streamed:
+    def of(cls, weight: Weight, parameters: dict[Term, str], apart: bool = False, upright: bool = False) -> Streamed:
         """apart: there are several products."""
         name = parameters[weight.array]
         mark = f"{name}_" if apart else ""
         of_product = f"acc_{name}" if apart else "acc", f"{mark}parts", f"{mark}full"
-        return cls(name, array(name), name.upper(), weight.turned, *of_product, lead(weight.array))
+        return cls(name, array(name), name.upper(), weight.turned, *of_product, lead(weight.array), upright)
 
 
 class Side(NamedTuple):
@@ -268,7 +285,8 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     """What fills few_rows.jinja."""
     dtype, words = DTYPES[kernel.dtype], Words(kernel, parameters, spoken, NAMES)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
-    products = [Streamed.of(w, parameters, len(kernel.products) > 1) for w in kernel.products.values()]
+    upright, several = kernel.upright, len(kernel.products) > 1
+    products = [Streamed.of(w, parameters, several, upright) for w in kernel.products.values()]
     vectors = [Vector.of(v, parameters[v]) for v in kernel.vectors]
 
     # what the preparer does
@@ -291,7 +309,9 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
         known[extension.joint] = products[0].acc
     known |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
     place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + mine"
-    epilogue, written = words.epilogue(known, _read, *place)
+    if upright:
+        place = "row_index(rt(16, COLUMNS, fp32).col_vec) + mine", "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col"
+    epilogue, written = words.epilogue(known, _read_upright if upright else _read, *place)
 
     opened = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
     opened += [part for p in products for part in (p.ring, p.parts, p.full)]
@@ -324,6 +344,7 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     return {
         "schedule": s, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
         "widens": kernel.widens, "weights": "fp8e4m3" if kernel.widens else dtype,
+        "upright": upright,
         "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
         "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
@@ -336,6 +357,11 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
         ],
         "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
     }  # fmt: skip
+
+
+def _read_upright(y: Term, name: str) -> str:
+    """The expression that reads what the epilogue wants besides, of a tile whose rows stand upright."""
+    return reading(y, name, "rt(16, COLUMNS, fp32)", "mine", "COLUMNS * col")
 
 
 def _read(y: Term, name: str) -> str:

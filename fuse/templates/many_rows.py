@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROWS, STEP = 128, 64  # of a tile; along k
 OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
-MOST_RESULTS = 3  # that leave together
+MOST_RESULTS = 2  # that leave together
 WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the last wave may be emptier
 SHARED = 225 * 1024
 
@@ -96,10 +96,11 @@ class ManyRows(Product):
 
     @classmethod
     def together(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
-        """Those that compute several maps of the same products, which leave together."""
+        """Those that compute several maps of the same products, which leave together; of no others, that lie in memory."""
         alike = len({tuple([axis and axis.root for axis in x.names]) for x in roots}) == 1
         if 1 < len(roots) <= MOST_RESULTS and alike and any(x.operation != "matmul" for x in roots):
-            yield from cls._making(roots, processors, MOST_ROWS)
+            every = cls._making(roots, processors, MOST_ROWS)
+            yield from (one for one in every if not any(y.operation == "matmul" for y in one.others))
 
     @classmethod
     def _making(cls, roots: tuple[Term, ...], processors: int, few: int) -> Iterator[Self]:

@@ -55,6 +55,29 @@ def test_every_block_gets_the_sums(run, sample, blocks, rows):
     np.testing.assert_allclose(y, np.broadcast_to(exact, y.shape), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("blocks", "rows"), [(2, 32), (4, 64)])
+def test_a_band_s_sums(run, sample, blocks, rows):
+    """The same where rows stand upright: a warp gets those of its own 16 rows."""
+    sums = RowSums(blocks, rows)
+    smem = shared(parts=sums.parts, full=barrier(4))
+    band = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, y):
+        parts, full = smem.open()
+        cluster.sync()
+        sums.send(load(x, band.col_vec, (cluster.rank(), warpgroup.rank(), 0)), parts, full)
+        mine = warpgroup.rank() % sums.bands
+        found = sums.receive_band(mine, parts, full)
+        if warpgroup.rank() < sums.bands:
+            store(y, found, (cluster.rank(), 16 * mine))
+
+    x, y = sample((blocks, 4, 16)), blank((blocks, rows))
+    run(body, x, y, warps=4, shared=smem, cluster=blocks)
+    exact = x.reshape(-1, rows // 16, 16).sum(0).ravel()
+    np.testing.assert_allclose(y, np.broadcast_to(exact, y.shape), rtol=1e-5, atol=1e-6)
+
+
 def test_what_they_take():
     with pytest.raises(ValueError, match="blocks must divide the warps, got 3 and 4"):
         ClusterSum(3, 4, rt(16, 16, fp32))

@@ -1,0 +1,77 @@
+"""Products of up to 64 rows whose rows stand on wgmma's left: tiles of 96 columns."""
+
+import numpy as np
+import pytest
+from references import compare
+from test_since_ampere import normal
+
+import fuse
+import fuse.operators as operators
+from fuse.candidates import candidates
+from fuse.cost import H200, card
+from fuse.fused import proven
+from fuse.inspect import Case, shapes
+from fuse.templates.few_rows import UPRIGHT, FewRows
+
+FUNCTIONS = {  # of x (m, 200), w (200, 136), g (200,), t (m, 136), b (136,)
+    "a product": lambda x, w, g, t, b: x @ w,
+    "a norm": lambda x, w, g, t, b: (x * fuse.rsqrt(fuse.mean(x * x) + 1e-5) * g) @ w,
+    "an epilogue": lambda x, w, g, t, b: fuse.silu(x @ w + b) * t + fuse.mean(t) * 0.5,
+}
+
+
+@pytest.fixture
+def upright(monkeypatch):
+    """It is taken wherever it can be, not only where it is fastest."""
+    monkeypatch.setattr(FewRows, "_microseconds", lambda self, rows, columns, blocks: float(columns != UPRIGHT))
+    candidates.cache_clear()
+    yield
+    candidates.cache_clear()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [37, 64])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results(name, rows, turned, upright, monkeypatch):
+    """At lengths of which none is a multiple of a tile's, of weights (K, N) and (N, K)."""
+    if rows == 37:
+        monkeypatch.setenv("TILES_CHECK", "0")
+    kernel = fuse.kernel(FUNCTIONS[name])
+    arrays = [normal(rows, 200), normal(200, 136), normal(200), normal(rows, 136), normal(136)]
+    arrays[1] = np.asfortranarray(arrays[1]) if turned else arrays[1]
+    assert f"= 64, {UPRIGHT}, " in kernel.source(*arrays)
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+def test_proof(upright):
+    kernel, arrays = operators.rms_norm_linear, (normal(64, 200), normal(200), normal(200, 136))
+    found = kernel.trace(kernel._arguments(arrays))
+    proof = proven(kernel.name, found, candidates(found, H200)[0])
+    assert proof.holds, proof
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 128), (64, UPRIGHT)])
+def test_where_it_serves(rows, columns):
+    """Where 96 columns leave fewer multiprocessors idle than 128 do, and take in less of x than 64: 6144 of them."""
+    case = Case("rms_norm_linear", rows)
+    (kernel,) = candidates(case.operator._trace(shapes(case)), card(None))[0].way.kernels
+    assert kernel.schedule.columns == columns
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [37, 64])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_on_the_card(name, rows, turned):
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    kernel = fuse.kernel(FUNCTIONS[name])
+    sizes = (rows, 1000), (1000, 6136), (1000,), (rows, 6136), (6136,)
+    arrays = [normal(*s) for s in sizes]
+    given = [*map(to_torch, arrays)]
+    given[1] = given[1].t().contiguous().t() if turned else given[1]
+    assert f"= 64, {UPRIGHT}, " in kernel.source(*given)
+    got = kernel(*given)
+    torch.cuda.synchronize()
+    compare(kernel, arrays, to_numpy(got))
