@@ -168,7 +168,9 @@ def test_what_is_stored_first_is_there(head_dim, length, options, ordered):
 
 # ---- one launch after the other ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "options", [{}, {"head_dim": 72}, {"softcap": 2.0}, {"head_dim": 136}], ids=["apart", "folded", "hopper", "wide"]
+    "options",
+    [{}, {"head_dim": 72}, {"softcap": 2.0, "head_dim": 72}, {"head_dim": 136}],
+    ids=["apart", "folded", "hopper", "wide"],
 )
 def test_early_launches_wait(options, monkeypatch):
     """All threads of all do, and but for the last launch's they then let the next one begin."""
