@@ -72,6 +72,7 @@ SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)
 ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
 PAGED = {64: (128, 2)}  # the same where the producer looks up pages, which takes registers
 LOADED = {64: (128, 2), 96: (96, 2), 128: (96, 2), 192: (64, 2), 256: (48, 2)}  # the same where a bias is read
+FETCHED = LOADED | {128: (128, 2)}  # the same where its numbers are those of columns
 SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
@@ -110,7 +111,8 @@ def config_for(
 
 def _shape(padded: int, variant: Variant) -> Any:
     """Of a variant's tiles."""
-    shapes = LOADED if variant.loads else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
+    loaded = FETCHED if variant.fetches and not variant.draws else LOADED
+    shapes = loaded if variant.loads else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
     return shapes.get(padded, SHAPES[padded])
 
 

@@ -119,7 +119,7 @@ class Biased(Variant):
     """score + bias[b, h, i, j]."""
 
     scored = measures = True
-    loads = True
+    loads, lean = True, False
 
     @property
     def given(self) -> dict[str, Any]:
@@ -137,6 +137,8 @@ class Biased(Variant):
 class BiasedByKey(Biased):
     """score + bias[b, h, j]: of a bias with one row for all queries, read once a column of a tile, not once a score. adjacent:
     its numbers lie side by side."""
+
+    fetches = lean = True
 
     adjacent: bool
 
@@ -162,6 +164,7 @@ class Scored(Variant):
     """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
 
     scored = measures = True
+    lean = False
 
     function: Callable
 

@@ -73,7 +73,9 @@ class Variant:
     within = False  # is a key that a query sees always one of those that there are?
     plain = False  # do tiles take as long as in plain or causal attention?
     draws = False  # does it need many registers, to draw random numbers?
+    lean = True  # do gradients of narrow heads go the way of plain ones (backward/apart.py), which has few registers left?
     loads = False  # does it read a number for each score, which takes as many registers?
+    fetches = False  # and if so, a number for each column alone, while products run?
     prepares = False  # does something become of the queries, before the scores?
     bends = False  # is a score's derivative, by what it was made of, other than 1?
 
@@ -323,7 +325,7 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 
-for _name in "everything from_first computed plain".split():
+for _name in "everything from_first computed plain lean".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored measures by_rows within draws loads prepares bends".split():
+for _name in "rising scored measures by_rows within draws loads fetches prepares bends".split():
     setattr(Both, _name, _of_both(_name, any))

@@ -3,7 +3,7 @@ all dS, which they leave in shared memory, a third one makes, apart: dK and dQ.
 
 So nobody who makes exponentials waits for a product of dQ, stores one, or holds dK. dS of a tile is published behind the next
 one's scores. dK^T = Q^T dS takes dS of all keys as its right operand, which reads less of shared memory than dK would.
-dQ leaves as in hopper.py. 512 threads have registers for this in heads of up to 64 columns with plain scores (`serves`)."""
+dQ leaves as in hopper.py. 512 threads have registers for this in heads of up to 64 columns whose scores take few (`serves`)."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and not variant.scored
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.lean
 
 
 @functools.lru_cache(1024)
@@ -69,7 +69,7 @@ def make(config: Config):
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
-    keep, take, claim = REGISTERS
+    BENDS, (keep, take, claim) = variant.bends, REGISTERS
     smem = shared(
         k=ring(config.key, 1, READERS),
         v=ring(config.value, 1, READERS),
@@ -98,15 +98,20 @@ def make(config: Config):
         s = turned(warpgroup.wait(s))
         q.release(j)
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # asked anew, for registers' sake
-        p = tiling.weights(variant.score(s, at, mine), load(subtile(of_rows, ROWS, 0), S.col_vec), cut, at, mine, scale)
+        s, bend = variant.bent(s, at, mine)
+        if BENDS:
+            bend = INPUT(bend)  # for registers' sake
+        p = tiling.weights(s, load(subtile(of_rows, ROWS, 0), S.col_vec), cut, at, mine, scale)
         dout = do.wait(j)
         dp = warpgroup.mm_ABt(values, dout)
         weights = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, weights, dout)
         dp = turned(warpgroup.wait(dp, newer=1))
         delta = load(subtile(of_rows, ROWS, 1), S.col_vec)
-        slope = INPUT(turned(fp32(turned(weights)) * (dp - delta)))  # of rounded weights, which take fewer registers
-        warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, warpgroup.id()), slope)
+        slope = fp32(turned(weights)) * (dp - delta)  # of rounded weights, which take fewer registers
+        if BENDS:
+            slope = slope * fp32(bend)
+        warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, warpgroup.id()), INPUT(turned(slope)))
         dv = warpgroup.wait(dv)
         do.release(j)
         return dv

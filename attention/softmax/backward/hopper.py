@@ -29,7 +29,10 @@ from .ways import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
 @dataclass(frozen=True)
 class Config(ways.Config):
-    """A kernel's shape. Each consumer owns 64 keys; where a block has no more than 64, half of the columns of dK and dV."""
+    """A kernel's shape. Each consumer owns 64 keys; where a block has no more than 64, half of the columns of dK and dV. exact:
+    derivatives of scores stay in float32; else they are rounded, which takes fewer registers."""
+
+    exact: bool = False
 
     @property
     def threads(self) -> int:
@@ -39,7 +42,7 @@ class Config(ways.Config):
 
 SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
     64: {"kv": 128, "queries": 128},
-    128: {"kv": 128, "queries": 64, "rounded": True},
+    128: {"kv": 128, "queries": 64, "rounded": True, "exact": True},
     256: {"kv": 64, "queries": 64, "do_stages": 1, "ds_stages": 1},
 }
 
@@ -75,6 +78,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
+    BEND = fp32 if config.exact else INPUT
     FENCED = SHARE == 1  # has each consumer published dS?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
@@ -109,7 +113,7 @@ def make(config: Config):
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
         s, bend = variant.bent(s, at, key)
         if BENDS:
-            bend = INPUT(bend)  # for registers' sake
+            bend = BEND(bend)
         p = tiling.weights(s, lse, cut, at, key, scale)
         weights = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))

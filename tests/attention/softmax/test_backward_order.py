@@ -80,6 +80,25 @@ def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
         assert [block for block, pair in begin if pair == 2] == [*range(5, -1, -1), *range(6, 12), 14, 13, 12]
 
 
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 700), (300, 900), (700, 700)], ids=str)
+@pytest.mark.parametrize(("module", "head_dim"), [(apart, 64), (folded, 128)], ids=["64", "128"])
+def test_who_stores_heads_the_others(module, head_dim, lengths):
+    """Of every tile of queries one block of keys stores, and begins before all others that see it; it takes its own first."""
+    (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, stores=True)
+    order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
+    at, stored = At(0, 0, 0, keys - queries, queries, keys, (), (), 0), set()
+    begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
+    assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
+    for block, pair in begin:
+        every = tiling.tiles(config.kv * block, at, 1)
+        seen = [(order.behind(tiling, block, tile, at, 1), pair, tile) for tile in range(every.first, every.first + every.n)]
+        assert seen == sorted(seen, key=lambda x: x[0])
+        for behind, *place in seen:
+            assert behind == (tuple(place) in stored)
+            stored.add(tuple(place))
+    assert len(stored) == 3 * -(-queries // config.rows)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_snake_in_the_interpreter(head_dim, monkeypatch):
     """Groups of two: from the last keys on, from the first on, and one that is not whole."""
@@ -94,6 +113,7 @@ def test_a_snake_in_the_interpreter(head_dim, monkeypatch):
 SAME = {  # of a mask that leaves most blocks out, and of which others see all
     "full": {},
     "causal": dict(causal=True),
+    "softcap": dict(causal=True, softcap=3.0),
     "lists": dict(mask=lambda b, h, i, j: ((j <= i) & (i - j < 300)) | (j < 40 * h) | (i % 700 == j % 900)),
 }
 
@@ -148,7 +168,9 @@ def test_what_is_stored_first_is_there(head_dim, length, options, ordered):
 
 # ---- one launch after the other ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "options", [{}, {"head_dim": 72}, {"softcap": 2.0}, {"head_dim": 136}], ids=["apart", "folded", "hopper", "wide"]
+    "options",
+    [{}, {"head_dim": 72}, {"softcap": 2.0, "head_dim": 72}, {"head_dim": 136}],
+    ids=["apart", "folded", "hopper", "wide"],
 )
 def test_early_launches_wait(options, monkeypatch):
     """All threads of all do, and but for the last launch's they then let the next one begin."""
