@@ -29,6 +29,8 @@ from tiles.values import Remote, SharedTile
 
 from .memory import shared_tiles, shared_vectors
 
+OWN = 2**18 - 1  # the bits of an address within a block's shared memory
+
 
 # ---- who, and when -------------------------------------------------------------------------------------------------
 @op
@@ -97,6 +99,26 @@ def _(item, rank):
 
 
 # ---- tiles and vectors ---------------------------------------------------------------------------------------------
+@op
+def own(tile):
+    """A shared tile of this block, by an address that does not say which block's it is. A warpgroup's product takes so a right
+    operand that has several panels and whose rows run along k: a descriptor has the panels' distance where an address of a
+    cluster has the block's number, from bit 24 on."""
+    _shared(tile.spec)
+    return tile
+
+
+def _shared(tile):
+    if not isinstance(tile, st):
+        raise TypeError(f"cluster.own: takes a shared tile of this block, got {tile}")
+    return tile
+
+
+@lowers(own)
+def _(tile):
+    return _shared(tile), lambda b, address: b.and_(address, b.u32(OWN))
+
+
 @op(takes_operands=True)
 def store(target, value):
     """A peer's shared tile or vector = value, rounded to its dtype, by one warp. The peer sees it after cluster.sync(), or once

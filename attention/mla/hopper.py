@@ -7,7 +7,6 @@ of shared memory. While one's softmax runs, the tensor cores have the other's pr
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,13 +61,14 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         one, several = Reach(False, False, False), Reach(False, True, False)
         kinds = [(one, Dense(), Whole), (several, Paged(1), Part)]
-        kinds += [(one, Indexed(), Part), (one, Paged(4), Whole), (several, Paged(8), Part)] * everything
-        for of, (reach, cache, result) in itertools.product((bf16, fp16)[: 1 + everything], kinds):
-            yield Config(Same(of), reach, cache, result(of, PIECE))
-            if everything or reach is several:
-                lies = Rows(PIECE) if result is Part else Batches(PIECE)
+        kinds += [(one, Indexed(), Part), (one, Paged(2), Whole)] * everything
+        of_rows = [(several, Rows, Part)] + [(one, Batches, Whole)] * everything
+        for of in (bf16, fp16)[: 1 + everything]:
+            for reach, cache, result in kinds:
+                yield Config(Same(of), reach, cache, result(of, PIECE))
+            for reach, lies, result in of_rows:
                 yield gathered(of, False, reach, Rows(PIECE), result(of, PIECE))
-                yield gathered(of, True, reach, lies, result(of, PIECE))
+                yield gathered(of, True, reach, lies(PIECE), result(of, PIECE))
 
 
 def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: Whole) -> Config:

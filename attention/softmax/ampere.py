@@ -22,10 +22,11 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
+from . import variants
 from .kind import Kind, in_pages
 from .online import Softmax
 from .seen import CAUSAL, FULL
-from .variants import At, Variant
+from .variants import At
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 def config_for(
     head_dim: int,
     dtype: dtype,
-    variant: Variant,
+    variant: variants.Variant,
     room: int = LARGE,
     piece: int = 16,
     value_dim: int | None = None,

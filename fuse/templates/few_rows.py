@@ -232,7 +232,10 @@ class Streamed(NamedTuple):
 
     def factors(self, u: str, i: str) -> str:
         """Both factors' i-th tiles, in the order in which they stand."""
-        return f"{u}.wait({i}), {self.ring}.wait({i})" if self.upright else f"{self.mine(i)}, {u}.wait({i})"
+        if not self.upright:
+            return f"{self.mine(i)}, {u}.wait({i})"
+        tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
+        return f"{u}.wait({i}), {tile if self.turned else f'cluster.own({tile})'}"
 
     def mine(self, i: str) -> str:
         """The consumer's part of the i-th tile."""

@@ -31,7 +31,6 @@ from .product import product
 from .supported import SLICE, check, transposed_in
 
 ROWS = 64  # of a warpgroup's tile
-OWN = 2**18 - 1  # the bits of an address within a block's shared memory that a descriptor holds
 
 
 def _meaning(name, acc, a, b):
@@ -68,8 +67,6 @@ def _result(name, acc, a, b):
 
 def _operand(b, tile, address, rows_are_k):
     """k -> the descriptor of a shared operand's slice that begins at `k` of the contracted axis."""
-    if rows_are_k and tile.cols > tile.panel_cols:  # in a cluster the block's number would be added to the panels' distance
-        address = b.and_(address, b.u32(OWN))
     low = b.zext(b.lshr(address, b.u32(4)), i64)
     start = b.or_(low, i64(layout.descriptor(tile.whole, tile.width, rows_are_k)))
     return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))

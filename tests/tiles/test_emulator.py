@@ -339,6 +339,22 @@ def test_a_blocks_number_in_a_descriptor():
     stops("bounds", "of shared memory, which ends at", emulate, *args)
 
 
+@cuda.jit
+def product_of_own_panels(a, b, c):
+    """The same, of an address without the block's number."""
+    left, right = WIDE.open()
+    warpgroup.store(left, warpgroup.load(a, rt(16, 64, bf16), (0, 0)))
+    warpgroup.store(right, warpgroup.load(b, rt(16, 128, bf16), (0, 0)))
+    warpgroup.sync()
+    warpgroup.store(c, warpgroup.wait(warpgroup.mm_AB(left, cluster.own(right))), (64 * cuda.blockIdx.x, 0))
+
+
+def test_an_own_tile_has_no_blocks_number():
+    a, b, c = np.ones((64, 64), bf16.np), np.ones((64, 128), bf16.np), np.zeros((128, 128), np.float32)
+    emulate(product_of_own_panels, (2, 1, 1), 128, (a, b, c), WIDE, None, (2, 1, 1))
+    assert (c == 64).all()
+
+
 def test_a_peers_address_takes_shared_cluster():
     body = SHARED + "mapa.shared::cluster.u32 s, s, 1; ld.shared.b32 x, [s]; barrier.cluster.arrive; barrier.cluster.wait;"
     stops("bounds", "an address of block 1 of the cluster, which takes shared::cluster", execute, body, shared=PLAN, blocks=2)

@@ -86,7 +86,7 @@ INVALID = [
     (dict(softcap="1"), T, "softcap: must be a number or None: softcap='1'"),
     (dict(softcap=True), T, "softcap: must be a number or None: softcap=True"),
     # arrays of numbers
-    (dict(alibi=0.5), T, "alibi: must be an array with"),
+    (dict(alibi=0.5), T, "alibi: must be an array, got alibi=0.5; of a number make one: np.full((H,), 0.5, np.float32)"),
     (dict(alibi=zeros(3)), V, "alibi: heads must equal q's: alibi.shape=(3,), q.shape=(1, 7, 2, 16)"),
     (dict(alibi=zeros(2, 2)), V, "alibi: must have the shape (1, 2): alibi.shape=(2, 2)"),
     (dict(alibi=zeros(1, 1, 2)), V, "alibi: must have the axes H; or B or 1, H: alibi.shape=(1, 1, 2)"),
