@@ -82,6 +82,10 @@ class Plan(NamedTuple):
     give: Callable[[Sequence[Any]], Any] | None = None
 
 
+def nothing(every: Sequence[Any]) -> None:
+    """What a Plan gives whose results are all written into arrays that were given."""
+
+
 class Fill(NamedTuple):
     """A step that gives all elements of an array one value."""
 

@@ -8,8 +8,9 @@ A rank of R has S / R queries of H heads, and keys and values of Hk, of 2 bytes 
               computed which sees no keys but its own rank's
     ulysses   S / R (H + Hk) (D + Dv) 2 (R - 1) / R bytes there and back, all of it waited for; heads do not lie together, so
               all R / (R - 1) of it is copied on both sides
-    ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 32 bytes of each element; in
-              several turns, for some key heads each, where two shares and two results in float32 do not fit at once
+    ring      S / R Hk (D + Dv) 2 bytes a step, which find the multiprocessors taken by what is computed meanwhile, and are
+              waited for; a step reads and writes the result in float32, 8 bytes of each element, and rounding it takes 6; in
+              several turns, for some key heads each, where two shares and that result do not fit at once
 
 The figures of a Machine are those of an H200, of two of one host: docs/parallel.md says how well the model meets what was
 measured, and what it says of more GPUs."""
@@ -132,10 +133,10 @@ def turns_of(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Sp
 
 def _of_ring(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], turns: int) -> float:
     """Bytes that ring holds at most: the share that it works on and the one that is on its way, a copy of its own where not all
-    heads travel at once, and two results in float32 with their sums."""
+    heads travel at once, and the result in float32 with its sums."""
     share = batch * len(call.kv_heads) * sum(call.head_dims) * ITEM * max(map(count, keys), default=0)
     result = 4 * batch * max(map(count, queries), default=0) * len(call.heads) * (call.head_dims[1] + 1)
-    return (share * (min(2, len(queries) - 1) + (turns > 1)) + 2 * result) / turns
+    return (share * (min(2, len(queries) - 1) + (turns > 1)) + result) / turns
 
 
 def estimate(
@@ -167,9 +168,9 @@ def estimate(
         moving = each / machine.link + 2 * machine.message + (2 * every / machine.copies if each else 0)
         return Estimate(scheme, compute + moving, each, every)
     share, turns = of_key * max(map(count, keys), default=0), turns_of(call, batch, queries, keys, limit)
-    merging = 32 * batch * most * heads * call.head_dims[1] / machine.memory
-    step = max((compute / world + merging) / turns, share / turns / machine.link + machine.message)
-    seconds = turns * (world - 1) * step + compute / world + merging
+    element = batch * most * heads * call.head_dims[1] / machine.memory  # a byte of each of the result
+    waits = (world - 1) * (share / machine.link + turns * machine.message)
+    seconds = compute + waits + (8 * (world - 1) + 4 + 6) * element
     seconds += 2 * share / machine.copies if turns > 1 else 0
     held = _of_ring(call, batch, queries, keys, turns)
     return Estimate(scheme, seconds, (world - 1) * share, held, turns=turns)

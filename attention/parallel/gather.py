@@ -68,7 +68,7 @@ class Gather:
                     nothing(place, sums, turn.call)
                 else:
                     given = q[:, rows, mine], *[x if seen is None else x[:, seen] for x in (keys, values)]
-                    sums.copy_(attention.forward(*given, out=place, return_lse=True, **part.options)[1])
+                    attention.forward(*given, out=place, lse=sums, return_lse=True, **part.options)
         return out, lse
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:

@@ -22,7 +22,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from .held import Along
 from .kind import Kind, in_pages
 from .online import Softmax
-from .output import Sent, Stored, Unrounded
+from .output import Joined, Sent, Stored, Unrounded
 from .seen import CAUSAL, FULL
 from .variants import At, Variant
 
@@ -57,7 +57,7 @@ class Config(Kind):
     @property
     def output(self):
         """How the output leaves."""
-        return (Sent if self.sent else Unrounded if self.unrounded else Stored)(self.lie.apart)
+        return (Sent if self.sent else Joined if self.joins else Unrounded if self.unrounded else Stored)(self.lie.apart)
 
     @property
     def turn(self):
@@ -315,7 +315,8 @@ def make(config: Config):
                     k.release(first)
                     s = tiling.mask(variant.score(s, at, key), at, key)
                     below = variant.below(s, at, key)
-                    seen = softmax.begin(variant.lowest(at)).moved(s, below, scale, slack)
+                    begun = output.begin(softmax, variant, at, gO, gLse, own, row, scale)
+                    seen = begun.moved(s, below, scale, slack)
                     p = seen.weights(s, below, scale)
                     p, seen = INPUT(variant.drop(p, at, key)), seen.add(p)
                     output.release_last(q, r)

@@ -23,7 +23,7 @@ def in_pages(parts: int = 1) -> dict[str, Any]:
 class Kind:
     """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; where their keys and values
     are held; how many axes each array has that the variant's functions read; whether lists say which blocks of keys a tile
-    sees; whether the output is of float32."""
+    sees; whether the output is of float32, and whether it joins what queries have seen of other keys."""
 
     head_dim: int
     value_dim: int
@@ -35,6 +35,7 @@ class Kind:
     axes: tuple[int, ...] = field(default=(), kw_only=True)
     by_list: bool = field(default=False, kw_only=True)
     unrounded: bool = field(default=False, kw_only=True)
+    joins: bool = field(default=False, kw_only=True)
 
     @property
     def rows(self) -> int:
@@ -80,5 +81,5 @@ class Kind:
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         lie = "" if self.lie is Batched else f" {self.lie.__name__.lower()}"
-        lie += f"{self.held}" + " by list" * self.by_list + " unrounded" * self.unrounded
+        lie += f"{self.held}" + " by list" * self.by_list + (" joined" if self.joins else " unrounded" * self.unrounded)
         return f"{dims} {self.dtype} {self.variant}{lie}, {self.rows} x {self.kv}"

@@ -8,7 +8,7 @@ from tiles.arrays import ALIGNMENT, Operand
 from tiles.device import machine, persistent
 from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, Step
+from tiles.program import Fill, Plan, Step, nothing
 from tiles.schema import Problem
 
 from ..cache import narrowing
@@ -133,14 +133,17 @@ def planned(
     of key blocks. listing: how these are made; None: there is no need of them. Of a schema without results they are all that is
     made, and given back as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    out, lse, only_lists = problem["out"], problem["lse"] if return_lse else None, not problem.schema.written
+    only_lists = not problem.schema.written
+    joins = not only_lists and problem.schema.arguments["out"].role == "updated"
+    out, lse = problem["out"], problem["lse"] if return_lse or joins else None
+    give = nothing if joins else None
     empty = 0 in (batch, q_len, heads)
     if only_lists and (empty or kv_len == 0):
         raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
     if empty or kv_len == 0:  # no query sees a key
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
     lie, where = sequences_of(problem)
     tma, variant, axes = choose(problem, family) == "sm_90", made.variant, tuple(len(x.form.shape) for x in aux)
     by_list = listing is not None and lie is Batched
@@ -150,7 +153,7 @@ def planned(
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
     unrounded = not only_lists and problem.schema.arguments["out"].holds == "float32"
-    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded}
+    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
     if lie is Batched and not (axes or by_list or unrounded):
         kind = {}
     if not tma and problem.dtype == "float8_e4m3fn":
@@ -176,7 +179,7 @@ def planned(
     keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
-    return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch)
+    return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch, give)
 
 
 def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:

@@ -9,7 +9,7 @@ from tiles import fp32
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan
+from tiles.program import Fill, Plan, nothing
 from tiles.schema import Problem
 
 from ...families import choose
@@ -161,10 +161,6 @@ def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: 
     query sees a key: in order, or where later queries see more and there are no more keys than `few`: see order.Heading."""
     each_sees = variant.from_first and (variant.everything or (variant.within and queries <= keys))
     return each_sees and (ordered or (variant.rising and keys <= few))
-
-
-def nothing(every: Any) -> None:
-    """What is given back where all results were given to be added to."""
 
 
 def band_of(rising: bool, ordered: bool, processors: int) -> int:
