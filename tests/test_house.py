@@ -4,6 +4,7 @@ After moving a file: `python tests/test_house.py` draws it anew.
 """
 
 import ast
+import functools
 import textwrap
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -51,6 +52,7 @@ def for_type_checkers(node):
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+@functools.cache
 def edges(root):
     """What modules import when they are imported themselves, and what their functions import: each {module: modules}."""
     files = modules(root)
