@@ -95,9 +95,10 @@ lowers(release_registers)(_register_count("release_registers", False))
 
 # ---- across the four warps ------------------------------------------------------------------------------------------
 @op
-def sync():
-    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA."""
-    FOUR_WARPS.meet(here())
+def sync(fenced=False):
+    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA. fenced:
+    no fence, which would wait for all that a thread has under way, copies, too: then wgmma and TMA may not see it."""
+    FOUR_WARPS.meet(here(), not fenced)
 
 
 @op

@@ -115,6 +115,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
 SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times
+NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
 SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
@@ -142,7 +143,10 @@ def config_for(
         high = high | SHARED_TALL if plain else high
     tall = tall and keys_norm.slim and dim in high
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
-    if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
+    parted = split is Parted and room == LARGE and band == BAND and dim in NARROW
+    if parted and type(product) is Narrow and type(cache) is Dense:
+        keys, warps, stages, resident = NARROW[dim]
+    elif product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
         warps, resident = 2 * warps, 1
     if product.by_key and band > BAND and keys > BAND:  # there are not registers for the numbers of so many
         keys, stages = keys // 2, 2 * stages
@@ -174,6 +178,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     ]
     if arch not in ("sm_80", "sm_86"):  # keys that have numbers of their own
         by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
+        dense, part = Dense(piece), Part(bf16, piece)
+        found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, early, False, room))
         for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (Dense, Paged), (False, True)):
             lies, given = cache(piece), either(bf16, piece)
             found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, early, tall, room))
@@ -261,7 +267,7 @@ def make(config: Config):
             y = product.queries(norm.queries(x, head, Q.cols * i, at.given))
             store(subtile(made, BAND, 0, Q.cols, i), y)
             known = norm.more(known, x, y, head, Q.cols * i, at.given)
-        block.sync()
+        block.sync(fenced=True)
         return made, norm.whole(known, scratch)
 
     @inlined
