@@ -15,10 +15,11 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import families, reference
-from attention.softmax import ampere, hopper
+from attention.softmax import ampere, hopper, launches
 from attention.softmax.seen import CAUSAL, FULL
 from tiles import bf16, fp8e4m3
 from tiles.arrays import c_ordered
+from tiles.device import Interpreter
 from tiles.pipeline import PIECES
 
 FP16 = np.dtype(np.float16)
@@ -251,12 +252,15 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 
 @pytest.mark.parametrize("family", ["sm_80"], indirect=True)
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
-def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch):
+def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
     """Their shapes run everywhere."""
-    monkeypatch.setattr(ampere, "ROOMS", dict.fromkeys(ampere.ROOMS, ampere.ROOMS[room]))
-    length = 141 + room // 2**14  # for which nobody else has planned
+    taken, config_of = [], launches.config_of
+    monkeypatch.setattr(launches, "machine", lambda _: Interpreter(shared_bytes=room))
+    monkeypatch.setattr(launches, "config_of", lambda *args: taken.append(config_of(*args)) or taken[-1])
     for causal in (False, True):
-        agree(place, *inputs(1, length, 171, 1, 1, head_dim), causal=causal)
+        agree(place, *inputs(1, 147, 171, 1, 1, head_dim), causal=causal)
+    assert taken == [ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)]
+    assert taken[0] != ampere.config_for(head_dim, bf16, FULL)
 
 
 VIEWS = {  # of arrays (1, 130, 2, 64), by sequence and head
