@@ -8,13 +8,13 @@ belongs, in float32, in the order of ranks, so that its bits do not depend on wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from .orders import Span, Spans, count
+from .orders import Span, Spans, count, places
 from .peers import Peers, Pending
 
 WIDE = torch.float64  # what bytes are copied as
@@ -30,13 +30,6 @@ class Cut(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(rows, heads) of what it has."""
         return count(self.spans), len(self.heads)
-
-    def places(self) -> Iterator[tuple[int, Span]]:
-        """(where it lies, which it is) of each span."""
-        at = 0
-        for span in self.spans:
-            yield at, span
-            at += len(span)
 
 
 class Box(NamedTuple):
@@ -55,8 +48,8 @@ def common(source: Cut, target: Cut) -> list[Box]:
     if not len(heads):
         return []
     columns = [slice(heads.start - cut.heads.start, heads.stop - cut.heads.start) for cut in (source, target)]
-    for at, mine in source.places():
-        for to, its in target.places():
+    for at, mine in places(source.spans):
+        for to, its in places(target.spans):
             rows = mine.within(its)
             if len(rows):
                 a, b = at + rows.start - mine.start, to + rows.start - its.start
