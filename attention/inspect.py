@@ -34,6 +34,7 @@ from .recurrent.kernels import (
     heads_hopper,
     hedgehog_hopper,
     kda_hopper,
+    segments,
     token_loop,
 )
 from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary
@@ -55,7 +56,7 @@ MODULES = {
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
     "append": (writing,),
     "quantize": (narrowing,),
-    "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
+    "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper, segments),
     "delta": (delta_hopper, delta_states_hopper, kda_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),

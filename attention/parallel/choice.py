@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .heads import Heads
-from .orders import Span, Spans, count, merged, runs
+from .orders import Span, Spans, count, runs
 from .pieces import Call
 
 ITEM = 2  # bytes of an element
@@ -118,7 +118,7 @@ def _of_gather(
     """(bytes that come to a rank, seconds that it computes, bytes of all keys that it sees), where these are most."""
     columns = sum(call.head_dims)
     work = max([sum([len(q) * seen(call, q) for q in spans]) for spans in queries], default=0)
-    every = [count(_needs(call, spans)) for spans in queries]
+    every = [count(call.reach_of(spans)) for spans in queries]
     of_key = batch * len(call.kv_heads) * columns * ITEM
     comes = max([n - count(own) for n, own in zip(every, keys)], default=0)
     return of_key * comes, 2 * batch * len(call.heads) * columns * work / machine.flops, of_key * max(every, default=0)
@@ -200,7 +200,3 @@ def seen(call: Call, q: Span) -> float:
     (left, right), middle = call.window, (q.start + q.stop) / 2 + call.past
     end = call.keys if right is None else min(call.keys, middle + right)
     return max(0.0, end - (0 if left is None else max(0.0, middle - left)))
-
-
-def _needs(call: Call, spans: Spans) -> Spans:
-    return merged(tuple([one for one in map(call.reach, spans) if len(one)]))

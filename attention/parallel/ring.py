@@ -17,8 +17,7 @@ import torch
 import attention
 
 from .gradients import Gradients
-from .moves import Cut, all_heads
-from .orders import Span, Spans, count, merged, without
+from .orders import Span, Spans, count, merged, places, without
 from .peers import Peers, Pending
 from .pieces import Call, Part, fewer, nothing, of_parts
 
@@ -157,9 +156,9 @@ class Ring:
 
     def _parts(self, call: Call, share: int) -> list[Part]:
         """(rows of q, rows of the share, Piece) of what these queries see of it, in as few calls as can be."""
-        heads, found = all_heads(1), []
-        for at, span in Cut(self.queries[self.peers.rank], heads).places():
-            for there, keys in Cut(self.keys[share], heads).places():
+        found = []
+        for at, span in places(self.queries[self.peers.rank]):
+            for there, keys in places(self.keys[share]):
                 part = call.piece(span, keys, at)
                 if part is not None:
                     first, key = at + part.rows.start - span.start, there + part.keys.start - keys.start

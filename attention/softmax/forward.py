@@ -234,10 +234,10 @@ def forward(
         if made is not None:
             return made if return_lse else made[0]
     unrounded = out is not None and "float32" in str(getattr(out, "dtype", ""))
-    joins = flag("accumulate", accumulate)
+    joins = accumulate is not False and flag("accumulate", accumulate)
     if joins and (held or out is None or lse is None):
         raise TypeError("accumulate: takes out and lse of float32, and k and v that are not of fp8")
-    if not (lse is None or joins or return_lse):
+    if lse is not None and not (joins or return_lse):
         raise TypeError("lse: is written with return_lse=True")
     if simple and not (unrounded or joins):
         return _forward(stream, (q, k, v, out, lse), (flag("causal", causal), *common), layout)
