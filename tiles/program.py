@@ -31,6 +31,7 @@ Any number of threads may call at once: what is remembered does not change, and 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -46,6 +47,7 @@ from . import jax_call, nvtx, recording, torch_op
 from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
+from .kept import kept
 from .lengths import Trace, made
 from .loaded import together
 from .schema import Schema
@@ -72,13 +74,21 @@ class Part(NamedTuple):
     offset: int
 
 
+class Kept(NamedTuple):
+    """Among a plan's scratch memory, behind all else there: so many bytes from `offset` on of what the stream keeps (kept.py),
+    which one launch alone may use. For planners with an option `kept`."""
+
+    offset: int
+    nbytes: int
+
+
 class Plan(NamedTuple):
     """How calls of one form are done: steps, and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see
-    Problem.scratch), after Parts of what there is. What the caller gets back the schema says: one array by itself, several as a
-    tuple; or `give` makes it of all arrays, scratch memory, but for Parts, behind those of the schema."""
+    Problem.scratch), after Parts of what there is, before what is Kept. What the caller gets back the schema says: one array by
+    itself, several as a tuple; or `give` makes it of all arrays, scratch memory, but for Parts, behind those of the schema."""
 
     steps: Sequence[Step]
-    scratch: Sequence[Part | tuple[tuple[int, ...], str]] = ()
+    scratch: Sequence[Part | Kept | tuple[tuple[int, ...], str]] = ()
     give: Callable[[Sequence[Any]], Any] | None = None
 
 
@@ -131,14 +141,17 @@ class _Known(NamedTuple):
     """What calls of a form have in common. It keeps no array alive.
 
     makers: (the place of an array, what makes it). parts: of arrays that there are when results are made. beyond: how far the
-    second and further scratch arrays lie behind the first, in one piece of memory. apart: (places of two arrays that must not
-    share memory, the two distances between which they might)."""
+    second and further scratch arrays lie behind the first, in one piece of memory. kept: where in what the stream keeps others
+    lie, needs: up to where. apart: (places of two arrays that must not share memory, the two distances between which they
+    might)."""
 
     kind: Kind
     device: int | None
     makers: list[tuple[int, Callable[[], Any]]]
     parts: Sequence[Part]
     beyond: Sequence[int]
+    kept: Sequence[int]
+    needs: int
     apart: list[tuple]
     steps: Sequence[Step]
     give: Callable[[Sequence[Any]], Any]
@@ -170,7 +183,8 @@ class Program:
     stream: a handle or a stream object; None is the current one of the first array's framework. What is made belongs to the
     stream as if it were the current one. arrays: one for each name of the schema, or None. options: a tuple of what else
     decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal). An option that the planner says is a
-    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses."""
+    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses. The planner's option
+    `kept`, its last, if it has one, is not the caller's: may the plan have Kept memory?"""
 
     def __init__(
         self,
@@ -185,7 +199,9 @@ class Program:
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
         self.readers: dict[type, Callable] = {}
         self.op = torch_op.registered(self)
-        self.options = tuple(signature(planner).parameters)[1:]  # their names
+        names = tuple(signature(planner).parameters)[1:]
+        self.options = tuple([name for name in names if name != "kept"])  # the names of the caller's
+        self.keeps = names != self.options
         kinds = get_annotations(planner, eval_str=True)
         places = [place for place, name in enumerate(self.options) if kinds.get(name) == Number | None]
         self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
@@ -206,6 +222,9 @@ class Program:
     def run(self, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
         """A call on arrays in memory."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
+        if self.keeps and len(options) == len(self.options):
+            options = (*options, stream is None and kind_of(arrays[0], self.names[0]).keeps)
+        given = options
         try:
             sort, lengths, addresses, held = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
@@ -221,6 +240,8 @@ class Program:
             known = self._learn(arrays, sort, lengths, held, options, layout)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
+        if known.kept and (kept_at := kept(known.device, handle, known.needs)) is None:
+            return self.run(stream, arrays, (*given[:-1], False), layout)
         for a, b, low, high in known.apart:
             if low < addresses[b] - addresses[a] < high:
                 self._check_apart(self._described(arrays), a, b)
@@ -239,6 +260,8 @@ class Program:
         if known.beyond:
             start = addresses[-1]
             addresses += [start + far for far in known.beyond]
+        if known.kept:
+            addresses = [*addresses, *[kept_at + far for far in known.kept]]
         if numbers:
             addresses = [*addresses, *numbers]
         for step in known.steps:
@@ -316,7 +339,8 @@ class Program:
         home = kind.home(first)
         makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
         parts: Any = [x for x in scratch if isinstance(x, Part)]
-        memory: Any = scratch[len(parts) :]
+        left: Any = [x for x in scratch if isinstance(x, Kept)]
+        memory: Any = scratch[len(parts) : len(scratch) - len(left)]
         memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
         makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
         apart = []
@@ -325,7 +349,8 @@ class Program:
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return _Known(kind, first.device, makers, parts, beyond, apart, steps, give)
+        places, needs = [x.offset for x in left], functools.reduce(max, [x.offset + x.nbytes for x in left], 0)
+        return _Known(kind, first.device, makers, parts, beyond, places, needs, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""

@@ -29,6 +29,8 @@ HELD = """
 KEYS = """
     lengths         N     key_lengths  optional
     pages           NM    index    optional
+"""
+MORE = """
     batch_index     N     index    optional
     leftpad         N     index    optional
     alibi           H|UH  float32  optional
@@ -59,15 +61,16 @@ NEW = """
     sin             ZR    real      optional
     positions       N     index     optional
 """
-GROWN, BEGUN = HELD.replace("cache", "cache  updated"), KEYS.replace("key_lengths  optional", "key_lengths")
+GROWN, BEGUN = HELD.replace("cache", "cache  updated"), KEYS.replace("key_lengths  optional", "key_lengths") + MORE
 
 
 def _schema(name: str, *tables: str) -> Schema:
     return Schema(name, "\n".join(row for table in tables for row in table.splitlines() if row.strip()))
 
 
-DECODE = _schema("decode", HELD, KEYS, MADE)
-VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
+DECODE = _schema("decode", HELD, KEYS, MADE)  # what is read of each call costs it: these are a server's steps
+LISTED = _schema("decode_listed", HELD, KEYS, MORE, MADE)
+VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, MORE, NORMS, OF_AUX, MADE)
 OF_APPEND = GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE
 APPENDING = _schema("decode_append", *OF_APPEND)
 QUANTISING = _schema("decode_append_quantising", *map(appending.with_descales_found, OF_APPEND))
@@ -173,28 +176,35 @@ def decode(
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
-    left, right = ends_of(window)
-    options = (  # of every step of a server: each line costs it
-        flag("causal", causal),
-        left,
-        right,
-        None if softcap is None else positive("softcap", softcap),
-        parts_of(splits),
-        None if mask is None else named("mask", mask),
-        None if score is None else named("score", score),
-        flag("interleaved", interleaved),
-        0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
-        None if scale is None else number("scale", scale),
-        flag("return_lse", return_lse),
-        family,
-    )
+    if (
+        window is softcap is splits is mask is score is scale is family is q_norm is k_norm is k_new_norm is None
+        and causal is True
+        and interleaved is return_lse is False
+    ):
+        options = PLAIN  # of every step of a server: each line costs it
+    else:
+        options = (
+            flag("causal", causal),
+            *ends_of(window),
+            None if softcap is None else positive("softcap", softcap),
+            parts_of(splits),
+            None if mask is None else named("mask", mask),
+            None if score is None else named("score", score),
+            flag("interleaved", interleaved),
+            0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
+            None if scale is None else number("scale", scale),
+            flag("return_lse", return_lse),
+            family,
+        )
     if k_new is v_new is rotary is None:
         if not (cu_seqlens_new is positions is k_new_norm is None):
             told = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
             raise ValueError(f"{next(name for name, x in told.items() if x is not None)}: takes k_new, too, which is None")
         if cu_seqlens is mask is score is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
+            if batch_index is leftpad is alibi is sink is k_descale is v_descale is None:
+                return _decode(stream, (q, k, v, lengths, pages, out, None), options, layout)
             given = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
-            return _decode(stream, given, options, layout)
+            return _listed(stream, given, options, layout)
     arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
     norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     if k_new is v_new is rotary is None:
@@ -247,6 +257,7 @@ def parts_of(splits):
     return int(splits)
 
 
+PLAIN: tuple[Any, ...] = True, None, None, None, None, None, None, False, 0.0, None, False, None  # options that say nothing
 NO_GRADIENT = "attention.decode has no gradient: attention.forward has"
 
 
@@ -265,6 +276,7 @@ def _decode(
     scale: float | None,
     return_lse: bool,
     family: str | None,
+    kept: bool = False,
 ) -> Plan:
     """How decode does calls of this form; lse is never given."""
     check_extents(problem)
@@ -289,9 +301,10 @@ def _decode(
     few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
     if several and splits in (None, 1) and not few:
         return of_many(problem, asked, before, norms, most_keys, family, out, lse)
-    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
+    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, kept, out, lse)
 
 
+_listed = program(LISTED, no_gradient=NO_GRADIENT)(_decode.planner)
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)
 _append = program(APPENDING, no_gradient=NO_GRADIENT)(_decode.planner)
 _append_quantising = program(QUANTISING, no_gradient=NO_GRADIENT)(_decode.planner)
