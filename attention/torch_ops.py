@@ -26,7 +26,7 @@ def register_torch_ops() -> None:
     of_norms = [program for every in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in every.values()]
     backward = differentiating._backward, differentiating._variant, differentiating._into, *of_norms
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
-    decode = decoding._decode, decoding._listed, decoding._variant, _mla_decode, _mla_decode_fp8
+    decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8
     append = appending._append, appending._append_with_queries
     quantise = _quantize, _quantize_blocks, appending._append_quantising, appending._append_quantising_with_queries
     forward = _forward, _variant, _of_fp8, _fp8_cache, projected, projected_backward

@@ -24,14 +24,19 @@ _growing = threading.Lock()
 
 def kept(ordinal: int, stream: int, nbytes: int) -> int | None:
     """The address of so many bytes, for a launch on this stream; None: there are none for it."""
+    if stream and _taken(ordinal, stream):  # nobody can capture the default stream, 0, and asking takes half a microsecond
+        return None
+    address, size = _memory.get((ordinal, stream), (0, 0))
+    return address if size >= nbytes else _grown(ordinal, stream, nbytes)
+
+
+def _taken(ordinal: int, stream: int) -> bool:
+    """Is the stream captured, or another one's in each thread?"""
     status, captures = driver.cuStreamIsCapturing(stream)
     if status:  # this thread may have no context yet
         with device(ordinal).current():
             status, captures = driver.cuStreamIsCapturing(stream)
-    if status or captures != FREE or stream == PER_THREAD:
-        return None
-    address, size = _memory.get((ordinal, stream), (0, 0))
-    return address if size >= nbytes else _grown(ordinal, stream, nbytes)
+    return status != 0 or captures != FREE or stream == PER_THREAD
 
 
 def _grown(ordinal: int, stream: int, nbytes: int) -> int | None:

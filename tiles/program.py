@@ -197,7 +197,7 @@ class Program:
         self.schema, self.planner, self.names = schema, planner, schema.names
         self.gradient, self.no_gradient, self.meanwhile = gradient, no_gradient, meanwhile
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
-        self.readers: dict[type, Callable] = {}
+        self.readers: dict[type, tuple[Callable, bool]] = {}
         self.op = torch_op.registered(self)
         names = tuple(signature(planner).parameters)[1:]
         self.options = tuple([name for name in names if name != "kept"])  # the names of the caller's
@@ -219,29 +219,27 @@ class Program:
                 raise
         return ways[0].call(self, stream, arrays, options, layout)
 
-    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
-        """A call on arrays in memory."""
-        read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
-        if self.keeps and len(options) == len(self.options):
-            options = (*options, stream is None and kind_of(arrays[0], self.names[0]).keeps)
-        given = options
+    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, captured: bool = False) -> Any:
+        """A call on arrays in memory. captured: its stream keeps nothing for it."""
+        read, keeps = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
+        keeps = keeps and stream is None and not captured
         try:
             sort, lengths, addresses, held = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
             sort, lengths, addresses, held = self._read(*arrays)
-        numbers = [options[place] or 0 for place, _ in self.numbers] if self.numbers else ()
+        numbers, given = [options[place] or 0 for place, _ in self.numbers] if self.numbers else (), options
         if numbers:
             options = self._without_numbers(options)
         try:
-            known = KNOWN.get((self, sort, lengths, options, layout))
+            known = KNOWN.get((self, sort, lengths, options, layout, keeps))
         except TypeError:  # an option that cannot be looked up, such as a list
             known = self._planned(held or self._described(arrays), options, layout)
         if known is None:
-            known = self._learn(arrays, sort, lengths, held, options, layout)
+            known = self._learn(arrays, sort, lengths, held, options, layout, keeps)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
         if known.kept and (kept_at := kept(known.device, handle, known.needs)) is None:
-            return self.run(stream, arrays, (*given[:-1], False), layout)
+            return self.run(stream, arrays, given, layout, True)
         for a, b, low, high in known.apart:
             if low < addresses[b] - addresses[a] < high:
                 self._check_apart(self._described(arrays), a, b)
@@ -296,13 +294,16 @@ class Program:
         lengths = tuple([a and (a.shape, a.strides, a.form.past if a.pointer else -1) for a in described])
         return sort, lengths, [a.pointer if a else 0 for a in described], described
 
-    def _reader(self, first: Any) -> Callable:
-        """How calls with a first array of this type are read."""
-        reader = kind_of(first, self.names[0]).reader(self.needed)
-        return self.readers.setdefault(type(first), reader or self._read)
+    def _reader(self, first: Any) -> tuple[Callable, bool]:
+        """How calls with a first array of this type are read; does their kind keep memory?"""
+        kind = kind_of(first, self.names[0])
+        return self.readers.setdefault(type(first), (kind.reader(self.needed) or self._read, kind.keeps))
 
-    def _learn(self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str) -> _Known:
+    def _learn(
+        self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, asked: tuple, layout: str, keeps: bool
+    ) -> _Known:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
+        options = (*asked, keeps) if self.keeps else asked
         key = self, sort, options, layout
         functions = FUNCTIONS.get(key) or ()
         for function in functions:
@@ -315,7 +316,7 @@ class Program:
             if len(functions) < TURNS and self._of_lengths(described, known):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
                     FUNCTIONS.put(key, (*functions, self._watched(described, held is None, options, layout)))
-        KNOWN.put((self, sort, lengths, options, layout), known)
+        KNOWN.put((self, sort, lengths, asked, layout, keeps), known)
         return known
 
     def _planned(self, described: list, options: tuple, layout: str) -> _Known:

@@ -29,8 +29,6 @@ HELD = """
 KEYS = """
     lengths         N     key_lengths  optional
     pages           NM    index    optional
-"""
-MORE = """
     batch_index     N     index    optional
     leftpad         N     index    optional
     alibi           H|UH  float32  optional
@@ -61,16 +59,15 @@ NEW = """
     sin             ZR    real      optional
     positions       N     index     optional
 """
-GROWN, BEGUN = HELD.replace("cache", "cache  updated"), KEYS.replace("key_lengths  optional", "key_lengths") + MORE
+GROWN, BEGUN = HELD.replace("cache", "cache  updated"), KEYS.replace("key_lengths  optional", "key_lengths")
 
 
 def _schema(name: str, *tables: str) -> Schema:
     return Schema(name, "\n".join(row for table in tables for row in table.splitlines() if row.strip()))
 
 
-DECODE = _schema("decode", HELD, KEYS, MADE)  # what is read of each call costs it: these are a server's steps
-LISTED = _schema("decode_listed", HELD, KEYS, MORE, MADE)
-VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, MORE, NORMS, OF_AUX, MADE)
+DECODE = _schema("decode", HELD, KEYS, MADE)
+VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
 OF_APPEND = GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE
 APPENDING = _schema("decode_append", *OF_APPEND)
 QUANTISING = _schema("decode_append_quantising", *map(appending.with_descales_found, OF_APPEND))
@@ -201,10 +198,8 @@ def decode(
             told = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
             raise ValueError(f"{next(name for name, x in told.items() if x is not None)}: takes k_new, too, which is None")
         if cu_seqlens is mask is score is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
-            if batch_index is leftpad is alibi is sink is k_descale is v_descale is None:
-                return _decode(stream, (q, k, v, lengths, pages, out, None), options, layout)
             given = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
-            return _listed(stream, given, options, layout)
+            return _decode(stream, given, options, layout)
     arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
     norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     if k_new is v_new is rotary is None:
@@ -304,7 +299,6 @@ def _decode(
     return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, kept, out, lse)
 
 
-_listed = program(LISTED, no_gradient=NO_GRADIENT)(_decode.planner)
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)
 _append = program(APPENDING, no_gradient=NO_GRADIENT)(_decode.planner)
 _append_quantising = program(QUANTISING, no_gradient=NO_GRADIENT)(_decode.planner)
