@@ -150,6 +150,7 @@ class Torch(Kind):
     def home(self, array: Array) -> Any:
         return array.owner.device
 
+    @lru_cache(1024)  # noqa: B019
     def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         # takes 0.4 us less than torch.empty
         return partial(self.torch.empty_strided, shape, contiguous(shape, 1), dtype=getattr(self.torch, dtype), device=home)

@@ -309,6 +309,8 @@ class Program:
         for function in functions:
             known = function(lengths)
             if known:
+                if function is not functions[0]:  # lengths that grow ask for the same one again
+                    FUNCTIONS.put(key, (function, *[other for other in functions if other is not function]))
                 break
         else:
             described = held or self._described(arrays)

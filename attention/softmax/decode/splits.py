@@ -1,5 +1,5 @@
 """Which keys a block works on, as objects with the same methods. Keys come in tiles; what a block has seen of a sequence is a
-part of it, and combine.py makes one of several parts.
+part of it; several parts are then made one (combine.py).
 
 Lengths lie on the device and are never read by the host, so that a plan, and a CUDA graph, serves sequences as they grow: each
 block finds out for itself what it has to do, from all lengths."""
