@@ -305,7 +305,7 @@ class Program:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         options = (*asked, keeps) if self.keeps else asked
         key = self, sort, options, layout
-        functions = FUNCTIONS.get(key) or ()
+        functions: tuple[Callable, ...] = FUNCTIONS.get(key) or ()
         for function in functions:
             known = function(lengths)
             if known:

@@ -43,7 +43,6 @@ from ..norms import Normed
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
-from .combine import COLUMNS as SLAB_OF_PARTS
 from .combine import Joining
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
 from .products import Narrow, NarrowByKey, Same
@@ -53,6 +52,7 @@ from .splits import Parted, Shares
 from .tokens import Alike, OneBehindTheOther
 
 PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
+WIDE = 128  # the most columns of a row's parts that a warp makes one at once
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def make(config: Config):
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
     norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IN_PARTS, JOINS, joining = type(result) is not Whole, config.joins, Joining(sums)
-    OUT_SLABS = -(-config.value_dim // SLAB_OF_PARTS)
+    IN_PARTS, JOINS, SLABS_OUT = type(result) is not Whole, config.joins, -(-config.value_dim // WIDE)
+    joining = Joining(sums, config.value_dim // SLABS_OUT)
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
     Q, ROWS = rt(BAND, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(BAND, config.head_dim, fp32)
@@ -302,9 +302,9 @@ def make(config: Config):
         warp, pair = int32(cuda.threadIdx.x // LANES), int32(found.sequence * heads + spot.head)
         if block.reduce_any(warp == 0 and count_around(given.ended, (pair, band), found.count)):
             held, outputs = (given.parts, given.sums), (given.out, given.lse)
-            for i in range(warp, rows * OUT_SLABS, WARPS):
-                row, slab = divmod(i, OUT_SLABS)
-                row, col = int32(spot.row + row), int32(SLAB_OF_PARTS * slab)
+            for i in range(warp, rows * SLABS_OUT, WARPS):
+                row, slab = divmod(i, SLABS_OUT)
+                row, col = int32(spot.row + row), int32(joining.columns * slab)
                 joining.store(held, outputs, found, spot.head, row, col, spot.group, scale, given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)

@@ -20,21 +20,21 @@ from .reach import Reach
 from .splits import Parted, Shares
 
 AT_ONCE, COLUMNS = 16, 64  # parts that a block adds at a time, and of how many columns
-PART = rt(AT_ONCE, COLUMNS, fp32)
 EACH = Parted()
 
 
 @static
 class Joining:
-    """How a row's parts become its output. sums: what joins the sum of weights."""
+    """How a row's parts become its output. sums: what joins the sum of weights. columns: how many a warp makes at once."""
 
     sums: Variant
+    columns: int = COLUMNS
 
     @inlined
     def store(self, held, outputs, found, head, row, col, group, scale, given):
-        """Write COLUMNS columns, from `col` on, and the row's log-sum-exp. held: (parts, sums), outputs: (out, lse), as
+        """Write so many columns, from `col` on, and the row's log-sum-exp. held: (parts, sums), outputs: (out, lse), as
         results.py has them; found: the sequence's Parts."""
-        (parts, sums), (out, lse) = held, outputs
+        (parts, sums), (out, lse), PART = held, outputs, rt(AT_ONCE, self.columns, fp32)
         token, member = divmod(row, group)
         at = At(found.sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
         m, l, o = self.sums.lowest(at), float32(0.0), zeros(PART.row_vec)

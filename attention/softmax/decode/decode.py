@@ -161,10 +161,10 @@ def decode(
     What becomes of a score: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
     aux. Here h may be a vector, of the rows' heads.
 
-    splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which are then added up, by
-    the last block to end or by a second launch. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
-    lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where queries lie one behind the
-    other, or caches are whole, shapes decide into how many parts each goes.
+    splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which are then added up,
+    by the last block to end or by a second launch. With as many splits the result has the same bits, always. By default all
+    sequences' keys are shared out evenly, by the lengths as the device finds them: a sequence's bits then depend on the others'
+    lengths. Where queries lie one behind the other, or caches are whole, shapes decide into how many parts each goes.
 
     out, return_lse, stream: as in forward. family: None, "sm_80", the instructions of every GPU since Ampere, or "sm_90",
     Hopper's, which serve many query tokens, and few in caches of q's dtype, by default where these times the query heads that

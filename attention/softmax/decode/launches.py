@@ -37,7 +37,10 @@ TILES = "q", "k", "v", "out"
 FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
 
 
-LONE = 512  # parts of rows that the last block to end adds up; where it had more, the blocks of a launch of their own do
+LONE = (
+    64,
+    128,
+)  # parts of rows that the last block to end adds up, of sequences that are parted, and shared out; of more a launch does
 
 
 class Asked(NamedTuple):
@@ -177,7 +180,7 @@ def of_few(
             ends = batch if batch <= number else number - 1
         shapes = (*places, kv_heads, rows, value_dim), (*places, kv_heads, rows)
         ended = (batch * kv_heads, bands)
-        joins = kept and not tma and not packed and _alone(number, shapes, ended)
+        joins = kept and not tma and not packed and _alone(number, evenly, shapes, ended)
         if joins or not evenly:
             chosen = config(Shares, Either(whole, part), joins) if evenly else config(Parted, part, joins)
         at = len(scratch)
@@ -217,11 +220,11 @@ def of_few(
     return Plan([*before.steps, first, *steps], scratch)
 
 
-def _alone(number: int, shapes: tuple, ended: tuple) -> bool:
+def _alone(number: int, evenly: bool, shapes: tuple, ended: tuple) -> bool:
     """Is it well that the last block to end adds up, and is there memory?"""
     rows = shapes[1][-1]
     room = COUNTS + sum(math.prod(shape) * 4 for shape in shapes)
-    return number * min(rows, attend.MOST) <= LONE and math.prod(ended) * 4 <= COUNTS and room <= MOST
+    return number * min(rows, attend.MOST) <= LONE[evenly] and math.prod(ended) * 4 <= COUNTS and room <= MOST
 
 
 def cache_of(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
