@@ -347,17 +347,6 @@ def test_a_given_split_has_the_same_bits_always(place):
         agree(place, q, k, v, (100, 200), splits=parts)
 
 
-@pytest.mark.parametrize("splits", [None, 2])
-def test_a_second_launch_adds_up_to_the_same_bits(place, splits):
-    """As one does on a stream that the caller names, which keeps nothing. Two tiles of rows."""
-    q, k, v = case((200, 0, 40), 1, 34, 1)
-    told = {"lengths": place.put(np.array([200, 0, 40])), "sink": place.put(np.linspace(-3, 3, 34, dtype=np.float32))}
-    told |= {"splits": splits, "family": "sm_80", "return_lse": True}
-    given = [place.put(x) for x in (q, k, v)]
-    for one, two in zip(attention.decode(*given, **told), attention.decode(*given, **told, stream=0)):
-        np.testing.assert_array_equal(place.get(one), place.get(two))
-
-
 def test_parts_that_nobody_wrote(monkeypatch):
     """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
     monkeypatch.setattr(Kind, "maker", lambda self, home, shape, dtype: lambda: np.full(shape, np.nan, dtype))
