@@ -34,11 +34,12 @@ from .recurrent.kernels import (
     heads_hopper,
     hedgehog_hopper,
     kda_hopper,
+    segments,
     token_loop,
 )
 from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary
 from .softmax.backward import ampere as backward_ampere
-from .softmax.backward import apart, bias, elements, finish, folded, prepare, sinks, wide, wide_queries
+from .softmax.backward import apart, bias, bias_hopper, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
 from .softmax.decode import attend, combine
@@ -48,14 +49,14 @@ MODULES = {
     "forward": (ampere, hopper, eight_bits, norms, block_masks),
     "backward": (
         *(prepare, backward_ampere, backward_hopper, apart, folded, wide, wide_queries),
-        *(finish, sinks, backward_norms, bias, elements),
+        *(finish, sinks, backward_norms, bias, bias_hopper, elements),
     ),
     "decode": (attend, decode_hopper, combine),
     "projected": (rotary,),
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
     "append": (writing,),
     "quantize": (narrowing,),
-    "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper),
+    "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper, segments),
     "delta": (delta_hopper, delta_states_hopper, kda_hopper),
     "based": (based_hopper,),
     "hedgehog": (hedgehog_hopper,),

@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 
 import attention
 from attention import parallel
+from attention.parallel.peers import peers_of
 from attention.recurrent.delta_rule import states
 
 TURNS, CALLS = 5, 3
@@ -220,14 +221,17 @@ def host():
     """What a call costs the host beyond its collectives and attention.forward's own; and the link's speed."""
     mine = [parallel.shard(x) for x in drawn(1024, 8, 2)]
     whole = drawn(512, 8, 2)
-    x, y = (torch.empty_like(mine[1]) for _ in range(2))
-    other = 1 - dist.get_rank()
+    rooms = [torch.empty_like(mine[1]) for _ in range(2)]
+    (peers,) = peers_of(None)
+    other = 1 - peers.rank
+
+    def cut(arrays, rank):
+        """The first rank's two parts lie apart in the whole, the second one's do not."""
+        return [(other, part) for x in arrays for part in (x.chunk(2, 1) if rank == 0 else (x,))]
 
     def bare():
         """The same messages."""
-        operations = [dist.P2POp(dist.isend, tensor, other) for tensor in (mine[1], mine[2])]
-        for work in dist.batch_isend_irecv([*operations, *[dist.P2POp(dist.irecv, tensor, other) for tensor in (x, y)]]):
-            work.wait()
+        peers.exchange(cut(mine[1:], peers.rank), cut(rooms, other)).wait()
 
     functions = {
         "gather": lambda: parallel.forward(*mine, scheme="gather", **CAUSAL),
@@ -253,8 +257,7 @@ def host():
         a, b = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
         def both(a=a, b=b):
-            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, a, other), dist.P2POp(dist.irecv, b, other)]):
-                work.wait()
+            peers.exchange([(other, a)], [(other, b)]).wait()
 
         time_of = timed({"exchange": both})["exchange"]
         say(what="link", MB=2 * size / 1e6, ms=time_of, GBs=2 * size / time_of / 1e6)

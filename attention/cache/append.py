@@ -11,7 +11,7 @@ import numpy as np
 from tiles.arrays import Operand
 from tiles.checks import asked, read
 from tiles.device import machine
-from tiles.program import Plan, program
+from tiles.program import Plan, nothing, program
 from tiles.schema import Problem, Schema
 
 from ..names import by_other_names
@@ -146,16 +146,12 @@ def _append(problem: Problem, interleaved: bool, causal: bool, norm_eps: float) 
     """How append does calls of this form."""
     queries = (problem["q"], problem["out"]) if "q" in problem else None
     step = planned(problem, interleaved, causal, Names("S", "A", queries, problem["cu_seqlens"]), norm_eps)
-    return Plan(step, give=None if queries else _nothing)
+    return Plan(step, give=None if queries else nothing)
 
 
 _append_with_queries = program(WITH_QUERIES)(_append.planner)
 _append_quantising = program(QUANTISING)(_append.planner)
 _append_quantising_with_queries = program(QUANTISING_WITH_QUERIES)(_append.planner)
-
-
-def _nothing(arrays: Sequence[Any]) -> None:
-    return None
 
 
 class Names(NamedTuple):

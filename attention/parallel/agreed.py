@@ -28,7 +28,7 @@ def agreed(peers: Sequence[Peers], key: Hashable, plan: Callable[[], tuple[str, 
     know why. Ranks of which some remember the form and others do not wait for each other until torch's timeout; with
     TILES_CHECK=1 nothing is remembered."""
     found = _KNOWN.get(key)
-    if found is not None and not asked().values:
+    if found is not None:
         return found
     error, made, said = None, None, ""
     try:
@@ -51,7 +51,8 @@ def agreed(peers: Sequence[Peers], key: Hashable, plan: Callable[[], tuple[str, 
         raise ValueError("group: its ranks ask for different things:\n" + differences(every))
     if len(_KNOWN) >= FORMS:
         _KNOWN.clear()
-    _KNOWN[key] = made
+    if not asked().values:
+        _KNOWN[key] = made
     return made  # type: ignore[return-value]
 
 

@@ -8,8 +8,9 @@ A rank of R has S / R queries of H heads, and keys and values of Hk, of 2 bytes 
               computed which sees no keys but its own rank's
     ulysses   S / R (H + Hk) (D + Dv) 2 (R - 1) / R bytes there and back, all of it waited for; heads do not lie together, so
               all R / (R - 1) of it is copied on both sides
-    ring      S / R Hk (D + Dv) 2 bytes a step, while a step is computed; merging reads and writes 32 bytes of each element; in
-              several turns, for some key heads each, where two shares and two results in float32 do not fit at once
+    ring      S / R Hk (D + Dv) 2 bytes a step, which find the multiprocessors taken by what is computed meanwhile, and are
+              waited for; a step reads and writes the result in float32, 8 bytes of each element, and rounding it takes 6; in
+              several turns, for some key heads each, where two shares and that result do not fit at once
 
 The figures of a Machine are those of an H200, of two of one host: docs/parallel.md says how well the model meets what was
 measured, and what it says of more GPUs."""
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .heads import Heads
-from .orders import Span, Spans, count, merged, runs
+from .orders import Span, Spans, count, runs
 from .pieces import Call
 
 ITEM = 2  # bytes of an element
@@ -117,7 +118,7 @@ def _of_gather(
     """(bytes that come to a rank, seconds that it computes, bytes of all keys that it sees), where these are most."""
     columns = sum(call.head_dims)
     work = max([sum([len(q) * seen(call, q) for q in spans]) for spans in queries], default=0)
-    every = [count(_needs(call, spans)) for spans in queries]
+    every = [count(call.reach_of(spans)) for spans in queries]
     of_key = batch * len(call.kv_heads) * columns * ITEM
     comes = max([n - count(own) for n, own in zip(every, keys)], default=0)
     return of_key * comes, 2 * batch * len(call.heads) * columns * work / machine.flops, of_key * max(every, default=0)
@@ -132,10 +133,10 @@ def turns_of(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Sp
 
 def _of_ring(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], turns: int) -> float:
     """Bytes that ring holds at most: the share that it works on and the one that is on its way, a copy of its own where not all
-    heads travel at once, and two results in float32 with their sums."""
+    heads travel at once, and the result in float32 with its sums."""
     share = batch * len(call.kv_heads) * sum(call.head_dims) * ITEM * max(map(count, keys), default=0)
     result = 4 * batch * max(map(count, queries), default=0) * len(call.heads) * (call.head_dims[1] + 1)
-    return (share * (min(2, len(queries) - 1) + (turns > 1)) + 2 * result) / turns
+    return (share * (min(2, len(queries) - 1) + (turns > 1)) + result) / turns
 
 
 def estimate(
@@ -167,9 +168,9 @@ def estimate(
         moving = each / machine.link + 2 * machine.message + (2 * every / machine.copies if each else 0)
         return Estimate(scheme, compute + moving, each, every)
     share, turns = of_key * max(map(count, keys), default=0), turns_of(call, batch, queries, keys, limit)
-    merging = 32 * batch * most * heads * call.head_dims[1] / machine.memory
-    step = max((compute / world + merging) / turns, share / turns / machine.link + machine.message)
-    seconds = turns * (world - 1) * step + compute / world + merging
+    element = batch * most * heads * call.head_dims[1] / machine.memory  # a byte of each of the result
+    waits = (world - 1) * (share / machine.link + turns * machine.message)
+    seconds = compute + waits + (8 * (world - 1) + 4 + 6) * element
     seconds += 2 * share / machine.copies if turns > 1 else 0
     held = _of_ring(call, batch, queries, keys, turns)
     return Estimate(scheme, seconds, (world - 1) * share, held, turns=turns)
@@ -199,7 +200,3 @@ def seen(call: Call, q: Span) -> float:
     (left, right), middle = call.window, (q.start + q.stop) / 2 + call.past
     end = call.keys if right is None else min(call.keys, middle + right)
     return max(0.0, end - (0 if left is None else max(0.0, middle - left)))
-
-
-def _needs(call: Call, spans: Spans) -> Spans:
-    return merged(tuple([one for one in map(call.reach, spans) if len(one)]))

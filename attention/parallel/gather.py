@@ -17,7 +17,7 @@ import attention
 from .choice import FULL, WORTH, first_heads, mostly_at_home
 from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
-from .orders import Span, Spans, count, merged, runs
+from .orders import Span, Spans, count, places, runs
 from .peers import Peers
 from .pieces import TILE, Call, Piece, nothing, sloped
 
@@ -68,7 +68,7 @@ class Gather:
                     nothing(place, sums, turn.call)
                 else:
                     given = q[:, rows, mine], *[x if seen is None else x[:, seen] for x in (keys, values)]
-                    sums.copy_(attention.forward(*given, out=place, return_lse=True, **part.options)[1])
+                    attention.forward(*given, out=place, lse=sums, return_lse=True, **part.options)
         return out, lse
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
@@ -108,7 +108,7 @@ class Gather:
         parts: list[Any] = [*self._joined(theirs, q)] or [*self._parts(theirs)]
         if len(parts) == 1 and parts[0][1] is not None:
             parts = [(None, *parts[0][1:])]
-        fetched = count(self._seen(call, self.queries[self.peers.rank]))
+        fetched = count(call.reach_of(self.queries[self.peers.rank]))
         parts = [(rows, part, None if seen == slice(0, fetched) else seen) for rows, part, seen in parts]
         return Turn(heads, self._way(k, call, heads), None if heads == all_heads(k.shape[2]) else mine, theirs, parts)
 
@@ -129,9 +129,9 @@ class Gather:
                 if part is not None:
                     seen = slice(at + part.keys.start - run.start, at + part.keys.stop - run.start)
                     if parts is away:
-                        seen = fetched(self._seen(call, others[rank]), part.keys)
+                        seen = fetched(call.reach_of(others[rank]), part.keys)
                     parts.append((slice(place, place + len(rows)), part, seen))
-        wanted = tuple([Cut(self._seen(call, spans), every) for spans in others])
+        wanted = tuple([Cut(call.reach_of(spans), every) for spans in others])
         held = tuple([Cut(spans, every) for spans in self.keys])
         coming = Turn(every, way(rank, held, wanted), None, call, away)
         return [Turn(every, None, None, call, at_home), coming]
@@ -160,11 +160,8 @@ class Gather:
         """What each rank wants of the keys."""
         found = self.known.get(heads)
         if found is None:
-            found = self.known[heads] = tuple([Cut(self._seen(call, spans), heads) for spans in self.queries])
+            found = self.known[heads] = tuple([Cut(call.reach_of(spans), heads) for spans in self.queries])
         return found
-
-    def _seen(self, call: Call, spans: Spans) -> Spans:
-        return merged(tuple([span for span in map(call.reach, spans) if len(span)]))
 
     def _way(self, k: Any, call: Call, heads: Span) -> Way:
         """That of the keys of these heads that this rank's queries see."""
@@ -190,12 +187,12 @@ class Gather:
         """(rows, Piece, which of the fetched keys) of each of this rank's spans, or of what these are cut into otherwise, as
         (where it lies, which it is); a Piece is None where nothing is seen."""
         mine = self.queries[self.peers.rank]
-        for at, span in Cut(mine, Span(0, 1)).places() if cut is None else cut:
+        for at, span in places(mine) if cut is None else cut:
             part = call.piece(span, call.reach(span), at)
-            yield slice(at, at + len(span)), part, fetched(self._seen(call, mine), part.keys) if part else slice(0)
+            yield slice(at, at + len(span)), part, fetched(call.reach_of(mine), part.keys) if part else slice(0)
 
 
 def fetched(spans: Spans, one: Span) -> slice:
     """Where a span lies among rows that were fetched, which are those of `spans`."""
-    found = [at + one.start - span.start for at, span in Cut(spans, Span(0, 1)).places() if span.start <= one.start < span.stop]
+    found = [at + one.start - span.start for at, span in places(spans) if span.start <= one.start < span.stop]
     return slice(found[0], found[0] + len(one))

@@ -13,7 +13,7 @@ import attention
 from .gather import Gather, fetched
 from .gradients import Gradients
 from .moves import Cut, Way, all_heads, move, way
-from .orders import Span, Spans, merged
+from .orders import places
 from .pieces import Call
 
 
@@ -31,11 +31,11 @@ class InOrder(Gather):
                 found.add(part, call, *given, (found.dq[:, rows],), accumulate=False)  # its dk and dv are not the whole's
         dout, q, out, lse = facing.wait()
         lse, rank = lse.transpose(1, 2).contiguous(), self.peers.rank
-        for at, span in Cut(self.keys[rank], Span(0, 1)).places():
+        for at, span in places(self.keys[rank]):
             part = call.piece(call.seers(span), span)
             if part is None:
                 continue
-            rows = fetched(self._seers(call, self.keys[rank]), part.rows)
+            rows = fetched(call.seers_of(self.keys[rank]), part.rows)
             here = slice(at + part.keys.start - span.start, at + part.keys.stop - span.start)
             given = dout[:, rows], q[:, rows], k[:, here], v[:, here], out[:, rows], lse[:, :, rows]
             _, dk, dv, *_ = attention.backward(*given, **part.options)
@@ -48,11 +48,8 @@ class InOrder(Gather):
         of other queries would drop otherwise."""
         return not {"bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "alibi", "blocks", "seed"} & call.told.keys()
 
-    def _seers(self, call: Call, spans: Spans) -> Spans:
-        return merged(tuple([span for span in map(call.seers, spans) if len(span)]))
-
     def _facing(self, q: Any, call: Call) -> Way:
         """The way of queries to the keys that they see."""
         heads = all_heads(q.shape[2])
-        wanted = tuple([Cut(self._seers(call, spans), heads) for spans in self.keys])
+        wanted = tuple([Cut(call.seers_of(spans), heads) for spans in self.keys])
         return way(self.peers.rank, tuple([Cut(spans, heads) for spans in self.queries]), wanted)

@@ -8,13 +8,13 @@ belongs, in float32, in the order of ranks, so that its bits do not depend on wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from .orders import Span, Spans, count
+from .orders import Span, Spans, count, places
 from .peers import Peers, Pending
 
 WIDE = torch.float64  # what bytes are copied as
@@ -30,13 +30,6 @@ class Cut(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(rows, heads) of what it has."""
         return count(self.spans), len(self.heads)
-
-    def places(self) -> Iterator[tuple[int, Span]]:
-        """(where it lies, which it is) of each span."""
-        at = 0
-        for span in self.spans:
-            yield at, span
-            at += len(span)
 
 
 class Box(NamedTuple):
@@ -55,8 +48,8 @@ def common(source: Cut, target: Cut) -> list[Box]:
     if not len(heads):
         return []
     columns = [slice(heads.start - cut.heads.start, heads.stop - cut.heads.start) for cut in (source, target)]
-    for at, mine in source.places():
-        for to, its in target.places():
+    for at, mine in places(source.spans):
+        for to, its in places(target.spans):
             rows = mine.within(its)
             if len(rows):
                 a, b = at + rows.start - mine.start, to + rows.start - its.start
@@ -131,7 +124,8 @@ class Way:
     own: what this rank has itself, where it is, and where it goes. sends: what it sends, to whom; kept: where the same lies
     among what it wants, or None, for what is not contiguous in its own place may be so there, and then no memory is taken
     besides. receives: from whom. here, there: the Views of what it has, own and sent, and of what it wants, own and received.
-    shape: (rows, heads) of that; whole: does all of it come from somewhere?"""
+    shape: (rows, heads) of that; whole: does all of it come from somewhere? by_rows: does all of it, and are all parts rows of
+    all heads?"""
 
     def __init__(self, rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]):
         self.shape, self.nothing = targets[rank].shape, len(sources) == 1 and sources == targets
@@ -147,6 +141,7 @@ class Way:
         self.whole = sum(map(_size, every)) == self.shape[0] * self.shape[1]
         kept = [next((place for place in [_within(box, one) for one in own] if place), None) for _, box in going]
         self.kept = [place and Views(self.shape, [view_of(*place)]) for place in kept]
+        self.by_rows = self.whole and not self.nothing and None not in (self.here.of_all_heads, self.there.of_all_heads)
 
 
 @functools.lru_cache(1024)
@@ -180,6 +175,8 @@ class Moving:
 
 def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
     """Arrays, each by its way, as one message between two ranks. What no rank has is 0."""
+    if all([its.by_rows and x.shape[0] == 1 and x.is_contiguous() for x, its in routes]):
+        return _move_rows(peers, routes)
     every: list[Any] = []
     sends, receives, late = [], [], []
     todo, places, parts, gaps = [], [], [], False
@@ -215,6 +212,25 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
     if parts and not gaps:
         torch._foreach_copy_(places, parts)  # while messages begin, which find the GPU's multiprocessors taken otherwise
     return Moving(every, pending, late)
+
+
+def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Way]]) -> Moving:
+    """The same of rows of one batch, all parts of which are contiguous, so that no more is asked."""
+    sends: list[Any] = []
+    receives: list[Any] = []
+    every, places, parts = [], [], []
+    for x, its in routes:
+        found = x.new_empty((1, *its.shape, *x.shape[3:]))
+        every.append(found)
+        here, there, own = its.here.of(x), its.there.of(found), its.own
+        parts += here[:own]
+        places += there[:own]
+        sends += zip(its.sends, here[own:])
+        receives += zip(its.receives, there[own:])
+    pending = peers.exchange(sends, receives)
+    if parts:
+        torch._foreach_copy_(places, parts)
+    return Moving(every, pending, ())
 
 
 def wide(*arrays: Any) -> list[Any]:

@@ -5,6 +5,7 @@ would not be two for each rank). Ranks have as many blocks, but for one."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -120,14 +121,18 @@ def _kept(spans: list[Span]) -> Spans:
     return merged(tuple([span for span in spans if len(span)]))
 
 
+def places(spans: Spans) -> list[tuple[int, Span]]:
+    """(where it lies, which it is) of each span, where they lie one behind the other."""
+    begins = itertools.accumulate(map(len, spans), initial=0)
+    return [(at, span) for at, span in zip(begins, spans)]
+
+
 def runs(spans: Spans) -> list[tuple[int, Span]]:
-    """(where it lies, which it is) of each of a rank's spans, those that follow each other being one."""
+    """The same, those that follow each other being one."""
     found: list[tuple[int, Span]] = []
-    at = 0
-    for span in spans:
+    for at, span in places(spans):
         if found and found[-1][1].stop == span.start:
             found[-1] = found[-1][0], Span(found[-1][1].start, span.stop)
         else:
             found.append((at, span))
-        at += len(span)
     return found

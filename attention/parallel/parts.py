@@ -76,12 +76,6 @@ class Part:
 
 
 @functools.lru_cache(64)
-def behind(segments: int, device: Any) -> Any:
-    """Which segments lie behind each, and at last all of them: rows of 0 and 1."""
-    return torch.cat([torch.ones(segments, segments).triu(1), torch.ones(1, segments)]).to(device)
-
-
-@functools.lru_cache(64)
 def _even_ends(batch: int, length: int, segments: int, device: Any) -> Any:
     """Where segments of as many tokens end, of batches that lie one behind the other."""
     step = -(-length // (segments * CHUNK)) * CHUNK

@@ -107,19 +107,19 @@ ALONE = Peers(None, 0, 1, (0,))
 def peers_of(group: Any) -> tuple[Peers, ...]:
     """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each of a tuple of these
     is a dimension, too; Peers are what they are. TypeError, RuntimeError."""
+    if group is None:
+        return (_peers(dist.group.WORLD),) if dist.is_initialized() else (ALONE,)
     if isinstance(group, Peers):
         return (group,)
     if isinstance(group, tuple):
         return tuple([one for part in group for one in peers_of(part)])
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
         return tuple([_peers(group.get_group(dim)) for dim in range(group.ndim)])
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: must be a process group or a DeviceMesh of torch.distributed, or a tuple of two: {group=!r}")
     if not dist.is_initialized():
-        if group is None:
-            return (ALONE,)
         raise RuntimeError("group: torch.distributed is not initialised: call init_process_group, or run under torchrun")
-    return (_peers(group if group is not None else dist.group.WORLD),)
+    return (_peers(group),)
 
 
 @functools.lru_cache(64)

@@ -26,7 +26,7 @@ from tiles import inlined
 from ..softmax import ampere, hopper
 from ..softmax.algebra import slopes_of
 from ..softmax.python import known, named
-from .orders import Span, Spans
+from .orders import Span, Spans, merged
 
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
 ASKING = PLACED | {"alibi", "window", "seed"}  # which queries and keys a piece has
@@ -124,6 +124,14 @@ class Call(NamedTuple):
         end = self.length if left is None else min(self.length, k.stop - self.past + left)
         first -= first % TILE
         return Span(min(first, end), max(0, end)) if len(k) else Span(0, 0)
+
+    def reach_of(self, spans: Spans) -> Spans:
+        """The keys that queries of several spans may see."""
+        return merged(tuple([one for one in map(self.reach, spans) if len(one)]))
+
+    def seers_of(self, spans: Spans) -> Spans:
+        """The queries that may see keys of several spans."""
+        return merged(tuple([one for one in map(self.seers, spans) if len(one)]))
 
     def piece(self, q: Span, k: Span, at: int = 0) -> Piece | None:
         """Queries q beside keys k; None if none of them sees any. at: where q lies among the rows that a bias has.

@@ -31,7 +31,7 @@ from ..recurrent.kernels.tokens import CHUNK, COLUMNS
 from ..softmax.asked import differentiated
 from .agreed import agreed, form_of, words_of
 from .orders import Contiguous, Span, count
-from .parts import LEAST, Chain, Part, behind
+from .parts import LEAST, Chain, Part
 from .peers import Peers, one_of
 
 Shape = tuple[int, ...]
@@ -246,13 +246,9 @@ class InSegments(Recurrence):
             left.copy_(self.as_states(nothing[1]))
             return self._empty(), Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
         local, total = self.left_by_segments(place)
-        sequences, heads, segments, *size = local.shape
-        decayed = (total.transpose(2, 3) * behind(segments, total.device)).sum(3).exp2()  # since each segment's end, and by all
+        sequences, heads, _, *size = local.shape
         summary, m, left = _room((sequences, heads, 1, 1), (sequences, heads, *size), total.device)
-        m.copy_(decayed[:, :, -1:, None])
-        torch.sum(local * decayed[:, :, :-1, None, None], 2, out=left)
-        if begin is not None:
-            left.addcmul_(self.as_states(begin), m)
+        plain.left_together(local, total, None if begin is None else self.as_states(begin), m.squeeze(3), left)
         chain = Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
         return self.going_on(place, local, total, chain.before(peers.rank) if peers.rank else begin), chain
 

@@ -1,9 +1,7 @@
 """Scheme "ring": keys and values come a rank's share at a time, and what queries have seen of each share is merged.
 
-A rank never holds more than its own share, the one it works on and the one that is on its way. Partial results, out_i of lse_i,
-are merged in float32 as the online softmax merges blocks (softmax/online.py), whatever the number of ranks:
-
-    lse = log(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) out_i
+A rank never holds more than its own share, the one it works on and the one that is on its way. What queries have seen, out and
+lse in float32, attention.forward(accumulate=True) goes on with, whatever the number of ranks.
 
 Step s brings the share of the rank s before this one, from that rank itself. Where memory is short ring goes round in turns,
 for some of the key heads each, so that shares on their way and results in float32 are of these alone; as many bytes travel.
@@ -19,8 +17,7 @@ import torch
 import attention
 
 from .gradients import Gradients
-from .moves import Cut, all_heads
-from .orders import Span, Spans, count, merged, without
+from .orders import Span, Spans, count, merged, places, without
 from .peers import Peers, Pending
 from .pieces import Call, Part, fewer, nothing, of_parts
 
@@ -78,12 +75,7 @@ class Ring:
                     mine, its, given = out[:, rows], lse[:, :, rows], (q[:, rows], keys, values)
                 if seen != slice(0, keys.shape[1]):
                     given = given[0], keys[:, seen], values[:, seen]
-                if first:
-                    its.copy_(attention.forward(*given, out=mine, return_lse=True, **part.options)[1])
-                else:
-                    found = torch.empty(mine.shape, dtype=torch.float32, device=q.device)
-                    merge(mine, its, *attention.forward(*given, out=found, return_lse=True, **part.options))
-                    del found
+                attention.forward(*given, out=mine, lse=its, return_lse=True, accumulate=not first, **part.options)
 
         self._go_round(k, v, see)
         return out, lse
@@ -164,9 +156,9 @@ class Ring:
 
     def _parts(self, call: Call, share: int) -> list[Part]:
         """(rows of q, rows of the share, Piece) of what these queries see of it, in as few calls as can be."""
-        heads, found = all_heads(1), []
-        for at, span in Cut(self.queries[self.peers.rank], heads).places():
-            for there, keys in Cut(self.keys[share], heads).places():
+        found = []
+        for at, span in places(self.queries[self.peers.rank]):
+            for there, keys in places(self.keys[share]):
                 part = call.piece(span, keys, at)
                 if part is not None:
                     first, key = at + part.rows.start - span.start, there + part.keys.start - keys.start
@@ -183,15 +175,6 @@ class Ring:
         mine = _zeros_like(dk), _zeros_like(dv)
         pending = self.peers.exchange([(share, x) for x in (of_keys, of_values)], [(finder, x) for x in mine])
         return [(pending, dk, mine[0]), (pending, dv, mine[1])]
-
-
-def merge(out: Any, lse: Any, other: Any, its: Any) -> None:
-    """Add to what queries have seen, out (batch, rows, heads, columns) and lse (batch, heads, rows) in float32, what they see
-    of other keys, `other`, and its sums: out += (other - out) / (1 + exp(lse - its)), which holds no key back where a row has
-    seen none."""
-    weights = (its - lse).sigmoid_().nan_to_num_(0.0)  # of rows that see nothing at all 0
-    out.lerp_(other, weights.transpose(1, 2)[..., None])
-    torch.logaddexp(lse, its, out=lse)
 
 
 def _add(back: list[list[tuple[Pending, Any, Any]]]) -> None:

@@ -31,7 +31,7 @@ from .peers import Peers, peers_of
 from .pieces import Call
 from .ring import Ring
 
-NORMS = "q_norm", "k_norm"
+NORMS, WRITTEN = ("q_norm", "k_norm"), ("lse", "accumulate")  # of attention.forward's arguments; the latter are not served
 _AS_IT_IS = nullcontext()
 INDICES = 2**24  # see softmax/forward.py
 
@@ -265,7 +265,7 @@ def refuse(told: dict[str, Any]) -> None:
     """TypeError, ValueError: what attention.forward does not take."""
     if "layout" in told:
         raise ValueError(f'layout: must be "bshd" or "bhsd": layout={told["layout"]!r}')
-    unknown = [name for name in told if name not in inspect.signature(attention.forward).parameters]
+    unknown = [name for name in told if name not in inspect.signature(attention.forward).parameters or name in WRITTEN]
     if unknown:
         raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}")
 

@@ -30,14 +30,15 @@ import numpy as np
 from tiles import jax_call, torch_op
 from tiles.arrays import ALIGNMENT
 from tiles.frameworks import Kind, describe, placed
-from tiles.program import Plan, program
+from tiles.launch import kernel_for
+from tiles.program import Plan, nothing, program
 from tiles.schema import Problem, Schema
 
 from ..families import choose
 from ..names import by_other_names
 from ..options import flag, number
 from . import chunks, rules
-from .kernels import token_loop
+from .kernels import segments, token_loop
 
 TOKENS = """
     q              BSGK        tile
@@ -54,6 +55,15 @@ STATES = """
     final_z        NHK         float32  made      return_state  normalize
 """
 LINEAR, SEGMENTS = Schema("linear", TOKENS.rstrip() + STATES), Schema("linear_segments", TOKENS)
+LEFT = Schema(
+    "linear_left",
+    chunks.LEFT.rstrip()
+    + """
+    begin  NHVK   float32  optional
+    m      NHO    float32  updated
+    left   NHVK   float32  updated
+""",
+)
 GOING_ON = Schema("linear_going_on", TOKENS.rstrip() + chunks.LEFT.rstrip() + STATES)
 
 
@@ -237,6 +247,23 @@ def left_by_segments(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: A
     (N, H, P, Dv, Dk), and the logarithm to the base 2 of what it multiplies a state with, (N, H, P, 1). Not for decays of
     channels, nor Dk above 128."""
     return _segments(None, (q, k, v, decay, cu_seqlens), (family,))
+
+
+def left_together(local: Any, total: Any, begin: Any, m: Any, left: Any) -> None:
+    """What these segments make of the state `begin` (N, H, Dv, Dk), or None, written to `left`, and to m (N, H, 1) what they
+    multiply it with. All of float32."""
+    _left(None, (local, total, begin, m, left), ())
+
+
+@program(LEFT)
+def _left(problem: Problem) -> Plan:
+    """How left_together does calls of this form."""
+    sequences, heads, parts, columns, key_dim = problem("NHPVK")
+    rows, cols = -(-columns // segments.TILE.rows), -(-key_dim // segments.TILE.cols)
+    arrays = {f"g{name.title()}": problem[name] for name in LEFT.names}
+    kernel = kernel_for(segments, segments.Config("begin" in problem), problem.device)
+    grid = sequences * heads * rows * cols
+    return Plan([kernel.bind(grid, heads=heads, segments=parts, rows=rows, cols=cols, **arrays)], (), nothing)
 
 
 def going_on(

@@ -118,7 +118,7 @@ def make(config: Config):
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
     PREPARES = variant.prepares
-    STAGES, UNROUNDED = config.stages, config.unrounded
+    STAGES, UNROUNDED, JOINS = config.stages, config.unrounded, config.joins
     OUTPUT = array(4, fp32 if UNROUNDED else INPUT)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
@@ -170,7 +170,12 @@ def make(config: Config):
                 if i < STAGES - 1:
                     held.copy(v, i, gV, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
             queries = prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), at)
-            seen = softmax.begin(variant.lowest(at))
+            row = own.query + ROWS * block + BAND * warp
+            if JOINS:
+                o, lse = load(gO, O, (own.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (own.batch, head, row))
+                seen = softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at), scale)
+            else:
+                seen = softmax.begin(variant.lowest(at))
             for i in range(n):
                 key, later = tiling.key(every, i, at), i + STAGES
                 keys = k.wait(i, NEWER)
@@ -187,7 +192,6 @@ def make(config: Config):
                 p = seen.weights(s, below, scale)
                 seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, at, key)), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
-            row = own.query + ROWS * block + BAND * warp
             if UNROUNDED:
                 store(gO, o, (own.batch, row, head, 0), 1, 3)
             else:

@@ -61,9 +61,10 @@ UNROUNDED = """
     out           BSHV  float32  made
     lse           BHS   float32  made      return_lse
 """
+JOINED = UNROUNDED.replace("made      return_lse", "updated").replace("made", "updated")
 VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
 FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
-IN_FLOAT32 = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED)
+IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
 
 AUTOGRAD = f"{__package__}.autograd"
 
@@ -99,7 +100,9 @@ def forward(
     deterministic: bool = False,
     layout: str = "bshd",
     out: Any = None,
+    lse: Any = None,
     return_lse: bool = False,
+    accumulate: bool = False,
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
@@ -158,6 +161,15 @@ def forward(
     torch.use_deterministic_algorithms: see backward. What forward itself gives always is.
 
     scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array; of q's dtype, or of float32, unrounded.
+    lse: likewise, with return_lse=True.
+
+    accumulate: out and lse, which must be given, of float32, hold what the queries have seen of other keys, as calls with
+    return_lse=True gave it, and become what one softmax over these and those gives. So keys may come in parts:
+
+        lse = log(exp(lse) + exp(lse'))        out = exp(lse_before - lse) out + exp(lse' - lse) out'
+
+    A sink joins the sum once for each call that has it. Not with fp8 or gradients.
+
     stream: the CUDA stream, by default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and
     TMA: Hopper, and multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where
     it can run.
@@ -222,8 +234,13 @@ def forward(
         if made is not None:
             return made if return_lse else made[0]
     unrounded = out is not None and "float32" in str(getattr(out, "dtype", ""))
-    if simple and not unrounded:
-        return _forward(stream, (q, k, v, out, None), (flag("causal", causal), *common), layout)
+    joins = accumulate is not False and flag("accumulate", accumulate)
+    if joins and (held or out is None or lse is None):
+        raise TypeError("accumulate: takes out and lse of float32, and k and v that are not of fp8")
+    if lse is not None and not (joins or return_lse):
+        raise TypeError("lse: is written with return_lse=True")
+    if simple and not (unrounded or joins):
+        return _forward(stream, (q, k, v, out, lse), (flag("causal", causal), *common), layout)
     left, right = ends_of(window)
     random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
     normed = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
@@ -232,15 +249,18 @@ def forward(
     units_given, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", units)])
     if narrow:
         options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for
-        given = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, None
+        given = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, lse
         return _of_fp8(stream, given, (*options, *units_given, *common), layout)
-    given = q, k, v, *arrays, *eight(aux), out, None
+    given = q, k, v, *arrays, *eight(aux), out, lse
     numbers = positive("norm_eps", norm_eps), random.dropout, random.seed
     options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for, *numbers, *common
     if widened:
         return _fp8_cache(stream, (*given[:-2], *descales[1:], *given[-2:]), (*units_given[1:], *options), layout)
     if isinstance(blocks, Making):
         return _block_lists(stream, given[: len(LISTS.names)], options, layout)
+    if joins:
+        _joined(stream, given, options, layout)
+        return (out, lse) if return_lse else out
     return (_unrounded if unrounded else _variant)(stream, given, options, layout)
 
 
@@ -385,7 +405,7 @@ def planned_variant(
         (left, right),
         softcap,
         "alibi" in problem,
-        bias_of(problem),
+        bias_of(problem, last=scoring is None),
         "sink" in problem,
         None if listing and listing.blocked else masking,
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
@@ -397,6 +417,7 @@ def planned_variant(
 
 
 _block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
+_joined = program(INTO)(_variant.planner)
 
 
 @program(FP8_CACHE, no_gradient=ONCE)

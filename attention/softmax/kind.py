@@ -8,6 +8,7 @@ from tiles import dtype, st
 from tiles.arguments import Record, record
 
 from .blocks import Listed
+from .brought import Nothing, Tiles
 from .held import Along, InPages
 from .sequences import Batched, Cached
 from .tiling import Tiling
@@ -23,7 +24,7 @@ def in_pages(parts: int = 1) -> dict[str, Any]:
 class Kind:
     """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; where their keys and values
     are held; how many axes each array has that the variant's functions read; whether lists say which blocks of keys a tile
-    sees; whether the output is of float32."""
+    sees; whether the output is of float32, and whether it joins what queries have seen of other keys."""
 
     head_dim: int
     value_dim: int
@@ -35,6 +36,7 @@ class Kind:
     axes: tuple[int, ...] = field(default=(), kw_only=True)
     by_list: bool = field(default=False, kw_only=True)
     unrounded: bool = field(default=False, kw_only=True)
+    joins: bool = field(default=False, kw_only=True)
 
     @property
     def rows(self) -> int:
@@ -52,9 +54,15 @@ class Kind:
         return self.lie(self.rows)
 
     @property
+    def brought(self) -> Nothing:
+        """What comes beside a tile of keys."""
+        brings = self.variant.brings
+        return Nothing() if brings is None else Tiles(self.rows, self.kv, brings)
+
+    @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, of where keys are held, and of lists."""
-        parts = self.variant, self.sequences, self.held, self.tiling
+        """What the kernel is told of the variant, of sequences, of where keys are held, of lists, and of what comes beside."""
+        parts = self.variant, self.sequences, self.held, self.tiling, self.brought
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     @property
@@ -80,5 +88,5 @@ class Kind:
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         lie = "" if self.lie is Batched else f" {self.lie.__name__.lower()}"
-        lie += f"{self.held}" + " by list" * self.by_list + " unrounded" * self.unrounded
+        lie += f"{self.held}" + " by list" * self.by_list + (" joined" if self.joins else " unrounded" * self.unrounded)
         return f"{dims} {self.dtype} {self.variant}{lie}, {self.rows} x {self.kv}"

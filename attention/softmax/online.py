@@ -15,12 +15,14 @@ a loop nor the end needs a test for it.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ops import exp2, finish_sum, full, lane_sum, lazy_maximum, log2, maximum, rescale, row_max, zeros
 from tiles import inlined, rt, static
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
+LOG2_E = 1 / LN2
 SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8
 
 
@@ -97,3 +99,16 @@ class Softmax:
     def begin(self, lowest):
         """What they have seen before the first key; the maximum starts at `lowest`."""
         return Seen(zeros(self.tile), full(self.tile.col_vec, lowest), lane_sum(zeros(self.tile)), zeros(self.tile.col_vec))
+
+    @inlined
+    def resume(self, o, lse, lowest, scale):
+        """What rows have seen whose mean of values and logarithm of the sum of weights these are: as if it were one key, of
+        weight 1, or 0 of rows that have seen none."""
+        m = maximum(lse * (LOG2_E / scale), lowest)
+        weight = exp2(lse * LOG2_E - m * scale)
+        return Seen(o * weight, m, lane_sum(full(self.few, 1.0 / self.few.cols)) * weight, zeros(self.tile.col_vec))
+
+    @property
+    def few(self) -> rt:
+        """A tile of as many rows, and few columns."""
+        return replace(self.tile, cols=16)

@@ -19,6 +19,11 @@ class Stored:
         return array(4, of)
 
     @inlined
+    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
+        """What a consumer's rows of a tile, from `row` on, of a Sequence have seen before their first key."""
+        return softmax.begin(variant.lowest(at))
+
+    @inlined
     def store(self, gO, o, queries, own, row, head):
         """Write a consumer's rows of a tile, from `row` on, of a Sequence."""
         at = own.batch, own.query + row, head, 0
@@ -66,6 +71,19 @@ class Unrounded(Stored):
     def write(self, gO, o, at):
         """See Stored."""
         warpgroup.store(gO, o, at, rows=1, cols=3)
+
+
+class Joined(Unrounded):
+    """The same of queries that have seen other keys: what of these, the arrays say."""
+
+    @inlined
+    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
+        """See Stored. What the variant makes of the output it makes of all of it."""
+        end = own.query + own.queries
+        gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
+        o = warpgroup.load(gO, softmax.tile, (own.batch, row, at.head, 0), 1, 3, False)
+        lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, at.head, row))
+        return softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at), scale)
 
 
 class Sent(Stored):

@@ -41,21 +41,25 @@ def named(option: str, function: Any) -> str | None:
     return None if function is None else _named(option, function, _held(option, function) if compiling() else ())
 
 
-def _held(option: str, function: Any) -> tuple[str, ...]:
-    """What a function holds, as Dynamo reads this: it takes a function of the same code for the same, but guards what is
-    written out here. So another number is another graph. TypeError: it holds what is no number or word."""
+def _held(option: str, function: Any) -> tuple[int, ...]:
+    """The hashes of what a function holds, as Dynamo reads this: it takes a function of the same code for the same, but guards
+    what is hashed here. So another number is another graph. TypeError: it holds what is no number or word."""
     if not inspect.isfunction(function):
         return ()
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    defaults, named = function.__defaults__ or (), {}
+    try:
+        cells, named = function.__closure__ or (), function.__kwdefaults__ or {}
+    except AttributeError:  # made in the graph: torch 2.13 has neither, and makes it a function only of what are constants
+        cells = ()
+    values = [*[cell.cell_contents for cell in cells], *defaults, *named.values()]
     for value in values:
         if not isinstance(value, (bool, int, float, str)):
-            what = (*function.__code__.co_freevars, *(function.__defaults__ or ()), *(function.__kwdefaults__ or ()))
+            what = (*function.__code__.co_freevars, *defaults, *named)
             raise TypeError(f"{option}: holds {what}, of which torch.compile would keep the first value: pass arrays in aux")
-    return tuple([f"{value}" for value in values])
+    return tuple([hash(value) for value in values])
 
 
-def _named(option: str, function: Any, held: tuple[str, ...]) -> str:
+def _named(option: str, function: Any, held: tuple[int, ...]) -> str:
     """The same, of a function that holds this; Dynamo asks once."""
     if not inspect.isfunction(function):
         if hasattr(function, "shape"):

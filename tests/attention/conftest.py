@@ -3,6 +3,8 @@
 import pytest
 from places import OnCard, OnInterpreter
 
+from tiles import program
+
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request):
@@ -30,3 +32,9 @@ def card():
     """The latter alone, for tests that also carry `@pytest.mark.gpu`."""
     pytest.importorskip("torch")
     return OnCard()
+
+
+@pytest.fixture
+def nothing_known(monkeypatch):
+    """Nobody has called anything yet, and what is planned now is forgotten afterwards."""
+    monkeypatch.setattr(program, "KNOWN", program.Recent(program.ENTRIES))

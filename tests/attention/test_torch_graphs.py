@@ -127,7 +127,7 @@ def test_masks_of_a_graph():
     for reach, mask in (0, lambda b, h, i, j: j <= i), (3, lambda b, h, i, j: j <= i + 3):
         assert_same(compiled(q, k, v, mask=mask), attention.forward(q, k, v, window=(None, reach)))
     made = lambda reach: lambda b, h, i, j, more=reach: j <= i + reach - 1 + more
-    for reach in 0, 1, 0:
+    for reach in 0, 1, 0, 0.5, 1.5:
         assert_same(compiled(q, k, v, mask=made(reach)), attention.forward(q, k, v, mask=made(reach)))
     inside = lambda reach: attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
     assert_same(torch.compile(inside, fullgraph=True, backend="aot_eager")(3), inside(3))

@@ -25,7 +25,7 @@ from tiles.arguments import INT, array, record
 from tiles.arrays import ALIGNMENT, Operand
 from tiles.launch import kernel_for
 from tiles.layout import LANES
-from tiles.program import Fill, Plan, Program, program
+from tiles.program import Fill, Plan, Program, nothing, program
 from tiles.schema import Problem, Schema
 
 from ...options import norm_parts
@@ -34,7 +34,6 @@ from ..gradient import ONCE
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
 from ..norms import Layer, Rms
-from .launches import nothing
 from .results import Written, of_sums
 
 WARPS, PART = 8, rt(16, 32, fp32)  # of a thread block; what a warp has at a time

@@ -152,10 +152,12 @@ def test_both_passes_apart_are_what_they_are_together(place, monkeypatch, nothin
     q, k, v = (given.pop(name) for name in "qkv")
     out = members.going_on(q, k, v, local, total, **given, initial_state=first, family=family)
     np.testing.assert_array_equal(place.get(out), wanted)
-    first = place.get(first)
-    for n in range(3):
-        first = first * np.exp2(place.get(total)[:, :, n, :, None]) + place.get(local)[:, :, n].swapaxes(2, 3)
-    np.testing.assert_allclose(first, state, rtol=1e-5, atol=1e-4)
+    first, kept = place.get(first), np.exp2(place.get(total).sum(2))
+    m, left = (place.put(np.full(shape, np.nan, f32)) for shape in (kept.shape, (*kept.shape[:2], 16, 16)))
+    for begin, missing in (place.put(first.swapaxes(2, 3)), 0), (None, first * kept[..., None]):
+        members.left_together(local, total, begin, m, left)
+        np.testing.assert_allclose(place.get(left).swapaxes(2, 3) + missing, state, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(place.get(m), kept, rtol=1e-5)
 
 
 @pytest.mark.parametrize("gate", [-50.0, -1e3])

@@ -22,7 +22,7 @@ COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
 
 
 @pytest.fixture(params=["few", "many"])
-def tiles(request, monkeypatch):
+def tiles(request, monkeypatch, nothing_known):
     """Of few query tokens, or of as many as there are."""
     monkeypatch.setattr(decoding, "MANY", 1 if request.param == "many" else 10**6)
     return request.param
@@ -304,7 +304,7 @@ def test_parts_of_prompts(place, tokens, lengths, size, family, options):
 
 
 @cases(("size",), [(1,), (24,), (64,), (256,)], [(24,), (64,)])
-def test_prompts_over_pages(place, size, monkeypatch):
+def test_prompts_over_pages(place, size, monkeypatch, nothing_known):
     """Of any size: by TMA in parts of a tile, or row by row. They change no bit within a family."""
     monkeypatch.setattr(decoding, "MANY", 1)
     lengths = (130, 0, 65)
@@ -315,7 +315,7 @@ def test_prompts_over_pages(place, size, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["batch_index", "leftpad", "leftpad, pages"])
-def test_prompts_in_other_caches_and_padded(where, monkeypatch):
+def test_prompts_in_other_caches_and_padded(where, monkeypatch, nothing_known):
     monkeypatch.setattr(decoding, "MANY", 1)
     lengths, leftpad = (100, 70), (37, 70) if "leftpad" in where else (0, 0)
     q, k, v = case(lengths, 3, first=leftpad)
@@ -371,7 +371,7 @@ def run_random(place, sequences, kv_heads, group, size, causal, splits, many, he
         agree(place, q, k, v, lengths, ends=ends, size=size, causal=causal, splits=None if many == 1 else splits)
 
 
-def test_as_compiled(as_compiled, monkeypatch):
+def test_as_compiled(as_compiled, monkeypatch, nothing_known):
     """What a Hopper GPU would run, by the emulator: packed queries over pages, which TMA brings in parts."""
     as_compiled("sm_90a")
     monkeypatch.setattr(decoding, "MANY", 1)

@@ -78,7 +78,7 @@ def test_with_other_options(place):
 
 
 @pytest.mark.parametrize(("many", "theirs"), [(1, None), (1, "rms"), (10**6, "layer")])
-def test_packed_queries(many, theirs, monkeypatch):
+def test_packed_queries(many, theirs, monkeypatch, nothing_known):
     """In tiles of many query tokens, too, but where keys are normalised."""
     monkeypatch.setattr(decoding, "MANY", many)
     lengths, ends = (30, 12), (0, 1, 6)

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import agree, draw, inputs, poisoned
+from judged import agree, draw, inputs, poisoned, there
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import families, reference
-from attention.softmax import ampere, hopper
+from attention.softmax import ampere, hopper, launches
 from attention.softmax.seen import CAUSAL, FULL
-from tiles import bf16
+from tiles import bf16, fp8e4m3
 from tiles.arrays import c_ordered
+from tiles.device import Interpreter
 from tiles.pipeline import PIECES
 
 FP16 = np.dtype(np.float16)
@@ -251,12 +252,15 @@ def test_arrays_that_tma_cannot_address(place, family, skip, head_dim):
 
 @pytest.mark.parametrize("family", ["sm_80"], indirect=True)
 @pytest.mark.parametrize(("room", "head_dim"), [(99 * 1024, 96), (99 * 1024, 128), (99 * 1024, 192), (163 * 1024, 192)])
-def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch):
+def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeypatch, nothing_known):
     """Their shapes run everywhere."""
-    monkeypatch.setattr(ampere, "ROOMS", dict.fromkeys(ampere.ROOMS, ampere.ROOMS[room]))
-    length = 141 + room // 2**14  # for which nobody else has planned
+    taken, config_of = [], launches.config_of
+    monkeypatch.setattr(launches, "machine", lambda _: Interpreter(shared_bytes=room))
+    monkeypatch.setattr(launches, "config_of", lambda *args: taken.append(config_of(*args)) or taken[-1])
     for causal in (False, True):
-        agree(place, *inputs(1, length, 171, 1, 1, head_dim), causal=causal)
+        agree(place, *inputs(1, 147, 171, 1, 1, head_dim), causal=causal)
+    assert taken == [ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)]
+    assert taken[0] != ampere.config_for(head_dim, bf16, FULL)
 
 
 VIEWS = {  # of arrays (1, 130, 2, 64), by sequence and head
@@ -404,6 +408,65 @@ def test_an_output_that_is_not_rounded(place, options):
     rounded = place.get(attention.forward(q, k, v, **options))
     np.testing.assert_array_equal(place.get(out).astype(rounded.dtype), rounded)
     assert (place.get(out) != rounded.astype(np.float32)).mean() > 0.5
+
+
+def in_parts(place, q, k, v, cut, **options):
+    """Queries go on from keys before `cut` to those behind it: out and lse against float64, where each part's are merged."""
+    parts = [(k[:, :cut], v[:, :cut]), (k[:, cut:], v[:, cut:])]
+    out, lse = place.put(poisoned(q.shape, np.float32)), place.put(poisoned((q.shape[0], q.shape[2], q.shape[1]), np.float32))
+    told = there(place, options) | dict(out=out, lse=lse, return_lse=True)
+    for n, part in enumerate(parts):
+        got = attention.forward(*map(place.put, (q, *part)), accumulate=n > 0, **told)
+        assert got[0] is out and got[1] is lse
+
+    def both(function):
+        found = [function(q, *part, **options) for part in parts]
+        sums = np.array([sums for _, sums in found], np.float64)
+        with np.errstate(invalid="ignore"):
+            total = np.logaddexp(*sums)
+            weights = np.nan_to_num(np.exp(sums - total)).swapaxes(2, 3)[..., None]
+        return sum(w * o.astype(np.float64) for w, (o, _) in zip(weights, found)), total
+
+    (ref, ref_lse), (low, low_lse) = both(reference.forward), both(reference.forward_low)
+    reference.assert_close(place.get(out), ref, low)
+    with np.errstate(invalid="ignore"):
+        lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)
+    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=2e-6, atol=2 * lost + 2e-6)
+    return place.get(lse)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(dropout=0.3, seed=5)], ids=["full", "causal", "dropped"])
+def test_keys_in_parts(place, options):
+    """Causal, some queries see keys of the later part alone, and some see none."""
+    lse = in_parts(place, *inputs(2, 140, 150, 2, 1, 64), 70, **options)
+    assert np.isneginf(lse).any() == ("causal" in options)
+
+
+def test_keys_in_parts_of_sequences_that_end(place):
+    sink = np.array([0.5, -2.0], np.float32)
+    in_parts(place, *inputs(2, 70, 90, 2, 1, 128), 40, lengths_k=np.array([40, 13], np.int32), sink=sink)
+
+
+def test_keys_in_parts_as_compiled(family, as_compiled):
+    as_compiled({"sm_90": "sm_90a", "sm_80": "sm_80"}[family])
+    in_parts(OnInterpreter(), *inputs(1, 40, 70, 1, 1, 64), 30)
+
+
+def test_keys_in_parts_are_refused():
+    q, k, v = inputs(1, 40, 40, 2, 1, 64)
+    out, lse = np.zeros(q.shape, np.float32), np.zeros((1, 2, 40), np.float32)
+    for wrong in (
+        dict(out=out),
+        dict(lse=lse),
+        dict(out=out, lse=lse, q=q.astype(fp8e4m3.np), k=k.astype(fp8e4m3.np), v=v.astype(fp8e4m3.np)),
+    ):
+        with pytest.raises(TypeError, match="accumulate: takes out and lse of float32"):
+            attention.forward(**(dict(q=q, k=k, v=v, accumulate=True) | wrong))
+    with pytest.raises(TypeError, match="out: dtype must be"):
+        attention.forward(q, k, v, out=np.zeros_like(q), lse=lse, accumulate=True)
+    with pytest.raises(TypeError, match="lse: is written with return_lse=True"):
+        attention.forward(q, k, v, lse=lse)
+    assert attention.forward(q, k[:, :0], v[:, :0], out=out, lse=lse, accumulate=True) is out
 
 
 def test_parts_are_refused_with_what_counts_queries(family):
