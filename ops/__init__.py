@@ -41,7 +41,7 @@ from .for_attention.online_softmax import lazy_maximum, rescale
 from .for_attention.taylor_features import taylor
 from .for_attention.triangular_inverse import inverse_unit_lower
 from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
-from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipped, widened
+from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipped
 from .matmul.zipped import zipped
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
@@ -52,7 +52,7 @@ from .memory.load_store import load, store
 from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch
 from .memory.tma_by_warp import store_wait, stores_done, tma_add, tma_store
-from .memory.unordered import load_unordered, store_unordered
+from .memory.unordered import load_pages, load_unordered, store_unordered, store_widened
 from .reductions.reduce import (
     col_max,
     col_min,
@@ -85,14 +85,15 @@ __all__ = [
     "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored", "count_up",
     "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater",
     "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element", "lazy_maximum",
-    "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_row", "load_unordered", "log", "log2", "look_up",
-    "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped",
-    "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch",
-    "product", "rasterize", "raw", "reciprocal", "relu", "rescale", "rezipped", "right_fill", "row_index", "row_max",
-    "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered",
-    "store_wait", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max",
-    "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped",
-    "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warpgroup", "where", "widened", "zeros", "zipped",
+    "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_pages", "load_row", "load_unordered", "log",
+    "log2", "look_up", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt",
+    "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty",
+    "prefetch", "product", "rasterize", "raw", "reciprocal", "relu", "rescale", "rezipped", "right_fill", "row_index",
+    "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store",
+    "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all",
+    "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu",
+    "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warpgroup", "where",
+    "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

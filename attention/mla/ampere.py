@@ -147,7 +147,7 @@ def make(config: Config):
             p = seen.weights(s, None, scale)
             seen = seen.add(p)
             store(subtile(weights, BAND, warp), INPUT(p))
-            block.sync()
+            block.sync(fenced=True)
             o = seen.rescaled()
             for part in range(PARTS):
                 o = mma_AB(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))

@@ -28,7 +28,6 @@ from ..softmax.planning import scale_of
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
 from .parts import parts_for
-from .products import Same
 from .shape import COLUMNS, LATENT, ROTARY
 
 FEWEST = 32  # rows of a page that TMA brings: of 16 it takes 1.3 times as long as rows that are gathered, of 64 nine tenths
@@ -98,9 +97,9 @@ def mla_decode(
     serves sequences as they grow.
 
     rotary, descale: of a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). What is attended to is latent *
-    descale, (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. Queries are rounded
-    to float16 for it, and so are weights. The three may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128
-    of them in use. It takes Ada, Hopper or later.
+    descale, (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. For up to 16 rows
+    of heads and tokens queries are rounded to float16, and so are weights; else what is attended to is, to q's dtype. The three
+    may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128 of them in use. It takes Ada, Hopper or later.
 
     pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
     of page pages[b, j // size]; so are rotary and descale. Any page size. Numbers of pages behind a sequence's last one are not
@@ -154,7 +153,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     def shape(reach, result):
         if box is None:
             return hopper.gathered(dtype, False, reach, cache, result)
-        return hopper.Config(Same(dtype), reach, box, result)
+        return hopper.Config(dtype, reach, box, result)
 
     return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 

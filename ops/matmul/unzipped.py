@@ -9,8 +9,6 @@ ldmatrix moves two fp8 elements as one of two bytes, so of the columns of an fp8
 pairs of each eight. Nothing is exchanged for that: the columns of the other tile, or those of the product, are counted in the
 order that falls out, 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15 of each sixteen: `unzipped`."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from tiles import ptx
@@ -70,26 +68,6 @@ def _exchange(face, exchanged):
 
 _exchange(unzipped, gather)
 _exchange(rezipped, spread)
-
-
-@op(takes_operands=True)
-def widened(tile):
-    """An fp8 tile in row layout as fp16, exactly, its columns `unzipped`: no lane gives another one anything."""
-    return tile.array.astype(np.float32)[:, _order(tile.shape[1])]
-
-
-@lowers(widened)
-def _(tile):
-    if not isinstance(tile, rt) or tile.dtype not in FP8 or tile.layout != "row":
-        raise TypeError(f"widened: takes a tile of fp8 in row layout, got {tile}")
-
-    def emit(b, value):
-        registers, wide = b.unpack(value), []
-        for pair in zip(registers[::2], registers[1::2], strict=True):  # sixteen columns of a row and of the eighth below it
-            wide += [b.halves(tile.dtype, register, part) for part in ("lo", "hi") for register in pair]
-        return b.pack(wide)
-
-    return replace(tile, dtype=fp16), emit
 
 
 @op

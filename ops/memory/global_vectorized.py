@@ -381,7 +381,6 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
     loaded = _moved(spec, SCALARS[ty.dtype])
     exchange, register = _exchange(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
     side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
-    four = ir.LiteralStructType([i32] * 4)
 
     def lower(b, array, _, at, *__):
         find = _promised if aligned else _looked_at
@@ -389,7 +388,7 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
 
         def load(place):
             accesses = list(_accesses(b, exchange, loaded, place, True))
-            brought = [b.unpack(b.asm(four, LOADS, "=&r,=&r,=&r,=&r,l,r", address, fits)) for fits, address in accesses]
+            brought = [load_four(b, address, fits) for fits, address in accesses]
             return [side_by_side(b, [b.bitcast(x, register) for x in words]) for words in brought]
 
         if aligned:
@@ -404,13 +403,30 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
                     pieces = [in_pairs(b, [b.bitcast(x, register) for x in words]) for words in pieces]
                     other = b.block
             found = [[b.either((x, one), (y, other)) for x, y in zip(*both)] for both in zip(whole, pieces)]
-        held = {}
-        for coordinates, words in zip(_words(exchange, loaded), found, strict=True):
-            held |= zip(coordinates, words, strict=True)
-        value = b.pack([held[at] for at in _coordinates(loaded)])
+        value = packed(b, loaded, found)
         return value if loaded == spec else b.from_elements(spec, b.elements(rt(32, 32, loaded.dtype), value))
 
     return lower
+
+
+def load_four(b, address, inside):
+    """The four words of an access, as integers; 0 if it is not inside the array."""
+    return b.unpack(b.asm(ir.LiteralStructType([i32] * 4), LOADS, "=&r,=&r,=&r,=&r,l,r", address, inside))
+
+
+def packed(b, spec, found):
+    """A tile of type `spec`, as arrays of its dtype hold it, of the words of each of a lane's accesses."""
+    held = {}
+    for coordinates, words in zip(_words(_exchange(spec, spec.dtype.itemsize), spec), found, strict=True):
+        held |= zip(coordinates, words, strict=True)
+    return b.pack([held[at] for at in _coordinates(spec)])
+
+
+def accesses_of(b, spec, value):
+    """The same back: (where in the tile lane 0 has it, its words) of each of a lane's accesses."""
+    held = dict(zip(_coordinates(spec), b.unpack(value), strict=True))
+    for coordinates in _words(_exchange(spec, spec.dtype.itemsize), spec):
+        yield coordinates[0], [held[at] for at in coordinates]
 
 
 # ---- word by word --------------------------------------------------------------------------------------------------

@@ -5,33 +5,43 @@
 
 A lane keeps the 16 bytes that it reads, so nothing waits for them before they are computed with: what is loaded early is on its
 way meanwhile. (`load` exchanges them in the quad at once, for products and vectors must know where each column is.)
+
+So are fp8 tiles that become 16 bits on their way to shared memory, where columns are in their own order again:
+
+    x = load_unordered(gX, rt(16, 512, fp8e4m3), at, aligned=True)      rows that lie in pages: load_pages
+    store_widened(tile, x, unit)
 """
 
 from dataclasses import replace
 
 import numpy as np
+from llvmlite import ir
 from numba.cuda import types
 
-from tiles.dtypes import DTYPES, bf16
-from tiles.op import lowers, op
+from tiles.builder import i64
+from tiles.dtypes import DTYPES, bf16, fp32
+from tiles.interpreter import here
+from tiles.interpreter.accesses import READ
+from tiles.op import integer, lowers, op
 from tiles.plumbing import SCALARS, void
-from tiles.types import rt
+from tiles.types import rt, st
 from tiles.values import Tile
 
 from . import global_vectorized
 from .load_store import check_load, check_store, load_rows, store_rows
 
 QUAD_OF_16 = 32  # columns of 2 bytes that a quad reads at once
+QUAD_OF_8, BAND = 64, 16  # the same of 1 byte; rows of a tile of it
 
 
 @op(takes_operands=True)
-def load_unordered(source, spec, at, rows=-2, cols=-1):
+def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
     """The register tile of type `spec` from a global array, as `load`, with its columns in an order of their own, which all
     arrays of so many bytes an element share. Columns are added up, or stored by `store_unordered` to such an array.
 
     Tiles in row layout, of 32 columns or a multiple (64 of fp8, which come from fp8 alone; 16 of arrays of fp32); rows before
-    columns in the array."""
-    return load_rows(source, spec, at, rows, cols, None, 0)[:, global_vectorized.order(spec, DTYPES[source.dtype])]
+    columns in the array. aligned: None, or True, a promise as of `load`."""
+    return load_rows(source, spec, at, rows, cols, aligned, 0)[:, global_vectorized.order(spec, DTYPES[source.dtype])]
 
 
 @op(takes_operands=True)
@@ -63,10 +73,10 @@ def _check(name, array, spec, rows, cols, stores=False):
 
 
 @lowers(load_unordered)
-def _(source, spec: type, at, rows: int, cols: int):
-    check_load("load_unordered", source, spec, at, rows, cols, None, 1)
+def _(source, spec: type, at, rows: int, cols: int, aligned: int):
+    check_load("load_unordered", source, spec, at, rows, cols, aligned, 1)
     _check("load_unordered", source, spec, rows, cols)
-    return spec, global_vectorized.lower_load(source, spec, rows, cols, lambda b: b.u32(0), None, ordered=False)
+    return spec, global_vectorized.lower_load(source, spec, rows, cols, lambda b: b.u32(0), aligned, ordered=False)
 
 
 @lowers(store_unordered)
@@ -76,3 +86,83 @@ def _(target, value, at, rows: int, cols: int):
     if _narrows(value, SCALARS[target.dtype]):
         return void, global_vectorized.lower_store_bytes(target, value, rows, cols, lambda b: b.u32(0))
     return void, global_vectorized.lower_store(target, value, rows, cols, lambda b: b.u32(0), None, ordered=False)
+
+
+# ---- fp8 that becomes 16 bits on the way to shared memory ------------------------------------------------------------------
+@op
+def load_pages(pool, spec, found, at, last):
+    """The fp8 tile of type `spec`, rt(16, n), as load_unordered(aligned=True) would give it, of rows that lie in the pages that
+    were `found` (ops.look_up, of st(16, n, dtype, 64)) of a pool, an array (page, row, ..., column). at: (the tile's first row,
+    ..., column), as if there were no pages. Rows from `last` on are 0."""
+    warp = here()
+    if why := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
+        raise warp.hazard(f"load_pages: {why}")
+    warp.touches(pool, READ)
+    values, _ = warp.from_pages(np.asarray(pool), found, at, last, range(spec.rows), spec.cols)
+    return values().astype(np.float32)[:, global_vectorized.order(spec, spec.dtype)]
+
+
+@op(takes_operands=True)
+def store_widened(tile, value, unit):
+    """tile[:] = value * unit, rounded once, its columns in their own order again. tile: st(16, n) of 2 bytes an element; value:
+    rt(16, n) of fp8, as load_unordered and load_pages give it, n a multiple of 64; unit: of its rows, in fp32."""
+    here().write(tile, (value.array * unit.array)[:, np.argsort(global_vectorized.order(value.spec, value.dtype))])
+
+
+def _fits(spec, held):
+    """Is it a type that these take, of elements of type `held`?"""
+    shaped = isinstance(spec, rt) and spec.rows == BAND and spec.cols % QUAD_OF_8 == 0
+    return shaped and spec.dtype is held and held.itemsize == 1 and spec.layout == "row"
+
+
+@lowers(load_pages)
+def _(pool, spec: type, found, at, last):
+    held = SCALARS.get(pool.dtype) if isinstance(pool, types.Array) else None
+    if not _fits(spec, held):
+        raise TypeError(f"load_pages: takes an fp8 array and a type rt({BAND}, {QUAD_OF_8} n) of its dtype, got {spec}, {pool}")
+    if not (isinstance(found, types.UniTuple) and found.count in (2 * BAND // global_vectorized.HALF, 2 * BAND)):
+        raise TypeError(f"load_pages: takes what look_up has found for st({BAND}, n, {held}, {QUAD_OF_8}), got {found}")
+    if not (isinstance(at, types.BaseTuple) and len(at) == pool.ndim - 1 and all(map(integer, (last, *at)))):
+        raise TypeError(f"load_pages: `at` must be {pool.ndim - 1} integers and `last` one, got {at} and {last}")
+
+    def emit(b, array, _, vfound, vat, vlast):
+        data, _, strides = b.array(pool, array)
+        first, *rest = b.unpack(vat)
+        for index, stride in zip(rest, strides[2:], strict=True):
+            data = b.add(data, b.mul(b.sext(index, i64) if index.type.width < 64 else index, stride))
+        lane, rows = b.lane(), b.unpack(vfound)
+        data = b.add(data, b.zext(b.mul(b.and_(lane, b.u32(3)), b.u32(16)), i64))
+        own, words = b.add(b.u32(first), b.lshr(lane, b.u32(2))), []
+        for down, number, inside in zip(range(0, BAND, global_vectorized.HALF), rows[::2], rows[1::2], strict=True):
+            exists = b.zext(b.icmp_signed("<", b.add(own, b.u32(down)), b.u32(vlast)), own.type)
+            line = b.add(data, b.add(b.mul(b.sext(number, i64), strides[0]), b.mul(b.zext(inside, i64), strides[1])))
+            for col in range(0, spec.cols, QUAD_OF_8):
+                words.append(global_vectorized.load_four(b, b.add(line, ir.Constant(i64, col)), exists))
+        return global_vectorized.packed(b, spec, words)
+
+    return spec, emit
+
+
+@lowers(store_widened)
+def _(tile, value, unit):
+    fits = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.width == 2 * QUAD_OF_8
+    if not fits or not _fits(value, value.dtype) or tile.shape != value.shape or unit != replace(value, dtype=fp32).col_vec:
+        shape = f"({BAND}, {QUAD_OF_8} n"
+        raise TypeError(
+            f"store_widened: takes st{shape}) of 2 bytes, rt{shape}) of fp8 and rows of fp32, got {tile}, {value}, {unit}"
+        )
+
+    def emit(b, address, registers, units):
+        lane, units = b.lane(), b.unpack(units)
+        row, byte = b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(32))
+        start, swizzle = b.row_address(tile, address, row)  # of eight lanes four have one row, four the next: no bank twice
+        places = [b.add(start, b.xor(b.add(byte, b.u32(16 * half)), swizzle)) for half in (0, 1)]
+        for (down, col), words in global_vectorized.accesses_of(b, value, registers):
+            found = [b.fmul(x, units[down // global_vectorized.HALF]) for x in b.elements(value, b.pack(words))]
+            pairs = [b.pair(tile.dtype, *found[k : k + 2]) for k in range(0, len(found), 2)]
+            further = down * tile.width + col // QUAD_OF_8 * tile.panel_bytes
+            for half, place in enumerate(places):
+                at = b.add(place, b.u32(further))
+                b.do("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", at, *pairs[4 * half : 4 * half + 4])
+
+    return void, emit

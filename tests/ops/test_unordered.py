@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from ops import load_unordered, row_sum, store, store_unordered
-from tiles import bf16, fp8e4m3, fp16, fp32, rt
-from tiles.testing import blank, meaning
+import tiles
+from ops import load, load_pages, load_unordered, look_up, row_sum, store, store_unordered, store_widened, subtile, zeros
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
+from tiles.testing import blank, meaning, ptx
 
 FORMS = [  # (shape, held, dtype, first): of each three of these all combinations; first: by 16 bytes, or word by word
     ((16, 32), fp32, fp32, 0), ((16, 32), fp32, bf16, 1), ((16, 32), fp16, fp32, 1), ((16, 32), fp16, bf16, 0),
@@ -74,3 +75,49 @@ def test_what_is_refused():
 
     with pytest.raises(TypeError, match="load_unordered: takes tiles in row layout of a multiple of 32 columns"):
         meaning(kernel, np.zeros((16, 16), bf16.np))
+
+
+@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2], ids=str)
+def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype):
+    """Times a number for each row; of an array, and of pages; rows behind the end are 0, no place behind it is looked up."""
+    HELD, WIDE, PART, LAST, SIZE = rt(16, 128, dtype), rt(16, 128, bf16), st(16, 128, dtype, 64), 27, 3
+    smem, UNIT = tiles.shared(first=st(8, 64, bf16), t=st(32, 128, bf16)), rt(16, 128, fp32).col_vec
+
+    @cuda.jit
+    def body(x, pool, pages, units, out):
+        _, t = smem.open()
+        unit = load(units, UNIT, (0,))
+        store_widened(subtile(t, 16, 0), load_unordered(x, HELD, (1, 4, 0), aligned=True), unit)
+        found = look_up(PART, pages, SIZE, (1, 16), LAST)
+        store_widened(subtile(t, 16, 1), load_pages(pool, HELD, found, (16, 2, 0), LAST), unit)
+        cuda.syncwarp()
+        store(out, load(subtile(t, 16, 0), WIDE), (0, 0))
+        store(out, load(subtile(t, 16, 1), WIDE), (16, 0))
+
+    x, pool, out = sample((2, 18, 128), dtype), sample((11, SIZE, 3, 128), dtype), blank((32, 128), bf16)
+    pages = np.full((2, 11), -(2**20), np.int32)
+    pages[1, : -(-LAST // SIZE)] = np.random.default_rng(1).permutation(11)[: -(-LAST // SIZE)]
+    units = sample(16) + 3
+    run(body, x, pool, pages, units, out, shared=smem)
+    wanted = np.zeros((32, 128), np.float32)
+    wanted[:14] = x[1, 4:]
+    for row in range(16, LAST):
+        wanted[row] = pool[pages[1, row // SIZE], row % SIZE, 2]
+    wanted *= np.tile(units, 2)[:, None]
+    assert (out == wanted.astype(bf16.np)).all()
+
+
+def test_what_widening_refuses():
+    smem, HELD, ROWS, PART = tiles.shared(t=st(32, 64, fp16)), rt(16, 64, fp8e4m3), rt(32, 64, fp8e4m3), st(32, 64, fp8e4m3, 64)
+
+    @cuda.jit
+    def more_rows(x):
+        store_widened(smem.open()[0], load_unordered(x, ROWS, (0, 0)), zeros(ROWS.col_vec))
+
+    @cuda.jit
+    def other_rows(x):
+        load_pages(x, HELD, look_up(PART, None, 4, (0, 0), 5), (0, 0), 5)
+
+    for kernel, words in (more_rows, "store_widened: takes st"), (other_rows, "load_pages: takes what look_up has found"):
+        with pytest.raises(TypeError, match=words):
+            ptx(kernel, np.zeros((32, 64) if kernel is more_rows else (32, 4, 64), fp8e4m3.np), shared=smem)

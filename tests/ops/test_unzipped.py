@@ -13,11 +13,9 @@ from ops import (
     mma_ABt_unzipped,
     rezipped,
     store,
-    subtile,
     unzipped,
     viewed,
     wait_group,
-    widened,
     zeros,
 )
 from tiles import bf16, fp8e4m3, fp16, fp32, rt, st
@@ -41,32 +39,6 @@ def test_the_order_and_back(run, sample, dtype):
     assert (there == x[:, ORDER + [16 + k for k in ORDER]]).all() and (back == x).all()
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_bytes_are_widened_where_they_lie(run, sample, rows):
-    """A tile of fp16 that begins as bytes in its right half: read from the left, the last part before it is overwritten."""
-    T, HELD, X = st(64, 128, fp16), st(rows, 128, fp8e4m3), rt(rows, 128, fp8e4m3)
-    smem = tiles.shared(first=st(8, 64, fp16), t=T)
-    ALL = rt(rows, 128, fp16)
-
-    @cuda.jit
-    def body(x, out):
-        _, t = smem.open()
-        own = subtile(t, rows, 1)
-        held = viewed(subtile(own, rows, 0, 64, 1), HELD)
-        copy_async(held, x, (0, 0))
-        commit_group()
-        wait_group()
-        bytes_ = load(held, X)
-        cuda.syncwarp()
-        store(own, widened(bytes_))
-        cuda.syncwarp()
-        store(out, rezipped(load(own, ALL)), (0, 0))
-
-    x, out = sample((rows, 128), fp8e4m3), blank((rows, 128), fp16)
-    run(body, x, out, shared=smem)
-    assert (out.astype(np.float32) == x.astype(np.float32)).all()
-
-
 def test_what_is_no_view():
     smem = tiles.shared(t=st(16, 128, fp16))
 
@@ -81,13 +53,6 @@ def test_what_is_no_view():
     for spec in st(16, 128, fp8e4m3), st(32, 64, fp16), st(16, 128, fp16, 64):
         with pytest.raises(TypeError, match="viewed: takes a type of as many rows, as many bytes long"):
             ptx(kernel(spec), shared=smem)
-
-    @cuda.jit
-    def wide(x):
-        store(x, widened(load(x, rt(16, 32, fp16), (0, 0))), (0, 0))
-
-    with pytest.raises(TypeError, match="widened: takes a tile of fp8 in row layout"):
-        ptx(wide, blank((16, 32), fp16))
 
 
 @pytest.mark.parametrize(("rows", "keys", "dim"), [(16, 16, 64), (32, 32, 128), (16, 32, 96)])

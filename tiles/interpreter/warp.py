@@ -260,13 +260,13 @@ class Warp(greenlet):
         """Start copying rows `own` of a tile from the pages that they lie in: see pipeline.fill_pages."""
         self.touches(pool, READ)
         if isinstance(tile.spec, sv):  # as tiles of one column
-            values, view = self._from_pages(np.asarray(pool)[..., None], found, (*at, 0), last, own, 1)
+            values, view = self.from_pages(np.asarray(pool)[..., None], found, (*at, 0), last, own, 1)
             return self._copies(tile, own, lambda: values()[:, 0], view)
         if why := misaligned(pool, (0, 0, *at[1:]), pool.ndim - 1, piece):
             raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
-        self._copies(tile, own, *self._from_pages(np.asarray(pool), found, at, last, own, tile.spec.cols))
+        self._copies(tile, own, *self.from_pages(np.asarray(pool), found, at, last, own, tile.spec.cols))
 
-    def _from_pages(self, array, found, at, last, own, cols):
+    def from_pages(self, array, found, at, last, own, cols):
         """(what gives the values of these rows, of so many columns; what gives a view of where they lie)"""
         first, *rest, col = map(int, at)
         lines = []

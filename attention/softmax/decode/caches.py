@@ -5,7 +5,7 @@ from typing import Any
 from numba.cuda import types
 from numpy import int32
 
-from ops import copy_async, copy_pages, look_up, truncate
+from ops import copy_async, copy_pages, load_pages, load_unordered, look_up, truncate
 from tiles import inlined, static
 from tiles.arguments import ENDS
 
@@ -53,6 +53,11 @@ class Dense:
         copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.piece)
 
     @inlined
+    def load(self, spec, source, found, sequence, key, col, end, given):
+        """The same, of fp8, to registers: of type `spec`, as load_unordered gives them, where addresses are multiples of 16."""
+        return load_unordered(truncate(source, 1, end), spec, (sequence, key, 0, col), 1, 3, True)
+
+    @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
         """The same of a shared vector, where there are no heads."""
         copy_async(vector, truncate(source, 1, end), (sequence, key))
@@ -81,6 +86,11 @@ class Indexed(Dense):
     def copy(self, tile, source, found, sequence, key, col, end, given):
         """See Dense."""
         copy_async(tile, truncate(source, 1, end), (int32(given.batch_index[sequence]), key, 0, col), 1, 3, self.piece)
+
+    @inlined
+    def load(self, spec, source, found, sequence, key, col, end, given):
+        """See Dense."""
+        return load_unordered(truncate(source, 1, end), spec, (int32(given.batch_index[sequence]), key, 0, col), 1, 3, True)
 
     @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
@@ -120,6 +130,11 @@ class Paged(Dense):
     def copy(self, tile, source, found, sequence, key, col, end, given):
         """See Dense."""
         copy_pages(tile, source, found, (key, 0, col), end, self.piece)
+
+    @inlined
+    def load(self, spec, source, found, sequence, key, col, end, given):
+        """See Dense."""
+        return load_pages(source, spec, found, (key, 0, col), end)
 
     @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
