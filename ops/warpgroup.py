@@ -19,7 +19,7 @@ from .elementwise import create, masks
 from .matmul.steps import finish, give_back, issue_AB, issue_ABt, step_AB, step_ABt, steps_AB, steps_ABt
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .matmul.zipped import transpose_zipped
-from .memory import load_store
+from .memory import load_store, shared_tiles
 from .memory.held import store_held
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
@@ -220,14 +220,21 @@ def send(target, at, tile, value, newer=0):
 
 
 @op
-def load(source, spec, at=None, rows=-2, cols=-1, aligned=None):
-    """The type `spec` from source, as ops.load, with the rows of the four warps one below the other."""
-    return load_store.load_rows(source, spec, at, rows, cols, aligned, here().rank)
+def load(source, spec, at=None, rows=-2, cols=-1, aligned=None, fenced=True):
+    """The type `spec` from source, as ops.load, with the rows of the four warps one below the other.
+
+    fenced=False, of a shared tile: with no fence behind it, which would wait for all that the warp has under way; before TMA or
+    wgmma write there again one must have followed, such as that of a ring's `publish`."""
+    return load_store.load_rows(source, spec, at, rows, cols, aligned, here().rank, fenced)
 
 
 @lowers(load)
-def _(source, spec: type, at, rows: int, cols: int, aligned: int):
+def _(source, spec: type, at, rows: int, cols: int, aligned: int, fenced: int):
     load_store.check_load("warpgroup.load", source, spec, at, rows, cols, aligned, WARPGROUP)
+    if not fenced:
+        if not isinstance(source, st):
+            raise TypeError(f"warpgroup.load: fenced=False is for a shared tile, got {source}")
+        return spec, shared_tiles.lower_load(source, spec, first_row(spec), fenced=False)
     return spec, load_store.lower_load(source, spec, rows, cols, aligned, first_row(spec))
 
 

@@ -99,10 +99,10 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     note(Touched, view, True)
 
 
-def load_rows(source, spec, at, rows, cols, is_aligned, rank):
+def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
     """The meaning of a load by warp `rank` of those that share the tile."""
     if isinstance(source, SharedTile):
-        found = here().read(source, rows_of(spec, rank), fence=isinstance(source.spec, st))
+        found = here().read(source, rows_of(spec, rank), fence=fenced and isinstance(source.spec, st))
         return found.astype(np.float32).reshape(spec.shape)
     if is_aligned and (why := global_vectorized.misaligned(source, spec, at, cols)):
         raise here().hazard(f"aligned load: {why}")

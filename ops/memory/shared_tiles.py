@@ -174,8 +174,8 @@ def lower_store(tile, spec, first_row):
     return lower
 
 
-def lower_load(tile, spec, first_row):
-    """The lowering of a load from rows first_row(b).. of a shared tile."""
+def lower_load(tile, spec, first_row, fenced=True):
+    """The lowering of a load from rows first_row(b).. of a shared tile. fenced: may TMA write there then?"""
     held, by_row = replace(spec, dtype=tile.dtype), spec.layout == "row"
 
     def read(b, address, row):
@@ -196,7 +196,8 @@ def lower_load(tile, spec, first_row):
 
     def lower(b, address, *_):
         registers = read(b, address, first_row(b))
-        ptx.reads_done(b)
+        if fenced:
+            ptx.reads_done(b)
         return b.pack(converted(b, held, spec, b.pack(registers)))
 
     return lower

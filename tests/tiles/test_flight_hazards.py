@@ -1,9 +1,10 @@
 """Broken kernels: copies and mmas in flight, and what the asynchronous proxy does not see yet. See test_hazards.py."""
 
-from broken import ONE, Cases, R, S, X, Y, check, operands
+from broken import ONE, RING, Cases, R, S, X, Y, check, operands
 from numba import cuda
 
 from ops import full, load, raw, store, warpgroup, zeros
+from tiles import bf16, rt
 from tiles.interpreter import here
 from tiles.op import lowers, op
 
@@ -142,6 +143,16 @@ def no_fence_between_a_read_and_a_copy(small):
         r.fill(0, small, (0, 0))
     elif cuda.threadIdx.x // 32 == 4:
         bare_load(r.wait(0), R)
+        r.release(0)  # guilty
+
+
+@broken("fence", r"the last of 4 releases .* of tile 0 .*no fence.proxy.async after the read", range(4, 8), RING)
+def no_fence_where_a_load_has_none(source):
+    (r,) = RING.open()
+    if warpgroup.id() == 0:
+        r.fill(0, source, (0, 0))
+    else:
+        warpgroup.load(r.wait(0), rt(16, 64, bf16), fenced=False)
         r.release(0)  # guilty
 
 

@@ -173,8 +173,8 @@ def test_a_row_of_bias_is_read_once_a_key(family, bias, monkeypatch):
         of_forward = len(read)
         found.append((out, lse, *attention.backward(q, q, k, v, out, lse, bias=each, family=family)))
         assert set(read) == {kind} and 0 < of_forward < len(read)
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for one, other in zip(*found, strict=True):  # in other orders of sums, where tiles are of another size
+        np.testing.assert_allclose(one.astype(F32), other.astype(F32), rtol=2**-7, atol=2**-9)
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------------
