@@ -39,3 +39,21 @@ def test_when():
     assert schedule(4096, 6144, 1, 132).blocks == 2 and schedule(512, 6144, 1, 132).blocks == 1
     assert schedule(128 * (LONE - 1), 6144, 1, 132).blocks == 1 and schedule(128 * (LONE + 1), 6144, 1, 132).blocks == 2
     assert schedule(4096, 6144, 1, 132, pairs=False).blocks == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gated_mlp", "gated_mlp_down"])
+def test_on_the_card(name):
+    """Several waves, the last block without a peer; and gradients, of which three leave together."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    rows = 128 * (LONE + 1) - 60
+    shapes = [(rows, 72), (72, 1000), (72, 1000), (1000, 72)][: 4 if name == "gated_mlp_down" else 3]
+    kernel, arrays = fuse.kernel(getattr(operators, name).definition), [normal(*shape) for shape in shapes]
+    dy = normal(rows, 72 if name == "gated_mlp_down" else 1000)
+    got, of_gradient = kernel(*map(to_torch, arrays)), kernel.gradient(*map(to_torch, (*arrays, dy)))
+    torch.cuda.synchronize()
+    compare(kernel, arrays, to_numpy(got))
+    for mine, wanted in zip(of_gradient, kernel.gradient(*arrays, dy)):
+        assert np.abs(to_numpy(mine).astype(float) - wanted.astype(float)).max() < 2**-5 * np.abs(wanted.astype(float)).max()
