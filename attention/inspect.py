@@ -39,7 +39,7 @@ from .recurrent.kernels import (
 )
 from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary
 from .softmax.backward import ampere as backward_ampere
-from .softmax.backward import apart, bias, elements, finish, folded, prepare, sinks, wide, wide_queries
+from .softmax.backward import apart, bias, bias_hopper, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
 from .softmax.decode import attend, combine
@@ -49,7 +49,7 @@ MODULES = {
     "forward": (ampere, hopper, eight_bits, norms, block_masks),
     "backward": (
         *(prepare, backward_ampere, backward_hopper, apart, folded, wide, wide_queries),
-        *(finish, sinks, backward_norms, bias, elements),
+        *(finish, sinks, backward_norms, bias, bias_hopper, elements),
     ),
     "decode": (attend, decode_hopper, combine),
     "projected": (rotary,),

@@ -45,7 +45,7 @@ from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipp
 from .matmul.zipped import zipped
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
-from .memory.counts import count_stored, count_up, wait_count
+from .memory.counts import count_around, count_stored, count_up, wait_count
 from .memory.global_elements import truncate
 from .memory.held import add_held, load_held
 from .memory.load_store import load, store
@@ -82,8 +82,8 @@ from .shape.viewed import viewed
 
 __all__ = [
     "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
-    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored", "count_up",
-    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater",
+    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_around", "count_stored",
+    "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater",
     "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element", "lazy_maximum",
     "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_row", "load_unordered", "log", "log2", "look_up",
     "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped",

@@ -8,9 +8,10 @@ from .threads.warps import ALL_WARPS
 
 
 @op
-def sync():
-    """All warps of the block meet. What they wrote to shared memory is then visible to all, to their wgmmas and to TMA."""
-    ALL_WARPS.meet(here())
+def sync(fenced=False):
+    """All warps of the block meet. What they wrote to shared memory is then visible to all, to their wgmmas and to TMA. fenced:
+    as in warpgroup.sync."""
+    ALL_WARPS.meet(here(), not fenced)
 
 
 @op

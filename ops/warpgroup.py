@@ -16,7 +16,7 @@ from tiles.plumbing import void
 from tiles.types import st
 
 from .elementwise import create, masks
-from .matmul.steps import finish, step_AB, step_ABt
+from .matmul.steps import finish, give_back, issue_AB, issue_ABt, step_AB, step_ABt, steps_AB, steps_ABt
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .matmul.zipped import transpose_zipped
 from .memory import load_store
@@ -31,12 +31,12 @@ from .threads.warpgroups import ping_pong, sync_several
 from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
-    "ROWS", "THREADS", "causal", "claim_registers", "finish", "id", "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt",
-    "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "on_diagonal", "outside_fill", "own_block", "own_rows",
-    "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum",
-    "release_registers", "row_index", "send", "step_AB", "step_ABt", "store", "store_held", "store_transposed", "store_wait",
-    "sync", "sync_several", "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill",
-    "wait", "zero_rows",
+    "ROWS", "THREADS", "causal", "claim_registers", "finish", "give_back", "id", "issue_AB", "issue_ABt", "load",
+    "load_transposed", "lower_fill", "mm_AB", "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt",
+    "on_diagonal", "outside_fill", "own_block", "own_rows", "ping_pong", "quarter", "rank", "reduce_all", "reduce_any",
+    "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index", "send", "step_AB",
+    "step_ABt", "steps_AB", "steps_ABt", "store", "store_held", "store_transposed", "store_wait", "sync", "sync_several",
+    "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill", "wait", "zero_rows",
 ]  # fmt: skip
 
 
@@ -95,9 +95,10 @@ lowers(release_registers)(_register_count("release_registers", False))
 
 # ---- across the four warps ------------------------------------------------------------------------------------------
 @op
-def sync():
-    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA."""
-    FOUR_WARPS.meet(here())
+def sync(fenced=False):
+    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA. fenced:
+    no fence, which would wait for all that a thread has under way, copies, too: then wgmma and TMA may not see it."""
+    FOUR_WARPS.meet(here(), not fenced)
 
 
 @op

@@ -4,6 +4,7 @@ After moving a file: `python tests/test_house.py` draws it anew.
 """
 
 import ast
+import functools
 import textwrap
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -51,6 +52,12 @@ def for_type_checkers(node):
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+@functools.cache
+def house():
+    """Our own edges, read once."""
+    return edges(ROOT)
+
+
 def edges(root):
     """What modules import when they are imported themselves, and what their functions import: each {module: modules}."""
     files = modules(root)
@@ -61,8 +68,8 @@ def edges(root):
             if isinstance(child, ast.Import | ast.ImportFrom):
                 is_package = files[module].name == "__init__.py"
                 into[module] |= imported(child, module, is_package, files.keys()) - {module}
-            elif not for_type_checkers(child):
-                walk(child, module, late if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) else into)
+            elif not isinstance(child, ast.expr) and not for_type_checkers(child):  # no expression imports
+                walk(child, module, late if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else into)
 
     for module, file in files.items():
         walk(ast.parse(file.read_text()), module, first)
@@ -104,7 +111,7 @@ def between_rooms(graph, package):
 def drawing(root):
     """The packages, the uppermost first; in each its rooms, and in those the files, above what they import. To the right, what
     a file imports of its own package, without what that imports in turn."""
-    files, (graph, _), lines = modules(root), edges(root), []
+    files, (graph, _), lines = modules(root), house() if root == ROOT else edges(root), []
     reached, floor = reach(graph), depths(graph)
     for package in reversed(PACKAGES):
         lines.append(f"{package}/")
@@ -136,28 +143,28 @@ def drawn(text):
 
 # ---- what holds ----------------------------------------------------------------------------------------------------
 def test_no_circles():
-    reach(edges(ROOT)[0])
+    reach(house()[0])
 
 
 @pytest.mark.parametrize("number", range(len(PACKAGES)), ids=PACKAGES)
 def test_floors(number):
     """Nothing imports upwards, inside functions neither."""
     allowed = set(PACKAGES[: number + 1])
-    for graph in edges(ROOT):
+    for graph in house():
         up = {(m, o) for m, others in graph.items() for o in others if m.split(".")[0] == PACKAGES[number]}
         assert not {(m, o) for m, o in up if o.split(".")[0] not in allowed}
 
 
 def test_rooms_of_ops():
     """The rooms of ops/ have floors, too: none imports one that imports it."""
-    rooms = between_rooms(edges(ROOT)[0], "ops")
+    rooms = between_rooms(house()[0], "ops")
     reach(rooms)
     assert {"ops.elementwise", "ops.memory", "ops.matmul", "ops.warpgroup"} < rooms.keys()
 
 
 def test_late_imports():
     """The imports inside functions that would close a circle are those we know of."""
-    first, late = edges(ROOT)
+    first, late = house()
     reached = reach(first)
     assert {(m, o) for m, others in late.items() for o in others if m in reached[o]} == LATE
 

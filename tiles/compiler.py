@@ -15,6 +15,7 @@ from cuda.core import Linker, LinkerOptions, ObjectCode
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher, lowering, target
+from numba.cuda.core import compiler_machinery, postproc, targetconfig, transforms
 from numba.cuda.debuginfo import CUDADIBuilder
 from numba.cuda.misc import firstlinefinder
 
@@ -103,15 +104,16 @@ def _compiling_for(cc, form="code"):
     """numba-cuda asks the current device for its compute capability when a kernel calls a device function; answer for it,
     so that code for any architecture can be made on any machine. Afterwards Numba keeps nothing of a factory's. Meanwhile no
     garbage is collected: that would take a fifth of the time. form: how what is compiled into the kernel is (helpers_as)."""
+    instead = (dispatcher, "get_current_device", lambda: type("Device", (), {"compute_capability": cc})), *_INSTEAD
     with _alone, uncollected(), helpers_as(form):
-        asked = dispatcher.get_current_device
-        dispatcher.get_current_device = lambda: type("Device", (), {"compute_capability": cc})
-        lowering.get_func_def_lineno, target.CUDADIBuilder = _line_of_def, _TableOfLines
+        before = [getattr(owner, name) for owner, name, _ in instead]
+        for owner, name, ours in instead:
+            setattr(owner, name, ours)
         try:
             yield
         finally:
-            dispatcher.get_current_device = asked
-            lowering.get_func_def_lineno, target.CUDADIBuilder = firstlinefinder.get_func_def_lineno, CUDADIBuilder
+            for (owner, name, _), theirs in zip(instead, before):
+                setattr(owner, name, theirs)
             forget()
 
 
@@ -151,6 +153,39 @@ def _line_of_def(function):
             found = firstlinefinder.get_func_def_lineno(function)
         known[code.co_filename] = found or code.co_firstlineno
     return known[code.co_filename]
+
+
+class _Processed(postproc.PostProcessor):
+    """Numba's care for a function that a pass has changed, which variables live where, found when somebody asks: after most
+    passes nobody does. It took a tenth of the time."""
+
+    def run(self, emit_dels=False, extend_lifetimes=False):
+        code = self.func_ir
+        if code.is_generator:
+            return super().run(emit_dels, extend_lifetimes)
+        code.blocks = transforms.canonicalize_cfg(code.blocks)
+        code.variable_lifetime, code.generator_info = postproc.VariableLifetime(code.blocks), None
+        if emit_dels:
+            self._insert_var_dels(extend_lifetimes=extend_lifetimes)
+
+
+_defaults: dict[type, dict] = {}  # of each class of Numba's flags, what they say where nobody sets one
+
+
+def _flags(self):
+    """What all flags say; Numba asks for each by its name."""
+    if type(self) not in _defaults:
+        _defaults[type(self)] = {name: option.default for name, option in self.options.items()}
+    return {**_defaults[type(self)], **self._values}
+
+
+_INSTEAD = [  # while we compile, these of Numba are ours
+    (lowering, "get_func_def_lineno", _line_of_def),
+    (target, "CUDADIBuilder", _TableOfLines),
+    (postproc, "PostProcessor", _Processed),
+    (compiler_machinery, "PostProcessor", _Processed),
+    (targetconfig.TargetConfig, "values", _flags),
+]
 
 
 def capability(arch):
@@ -214,7 +249,8 @@ class Lowered:
                     lto=True,
                 )
                 _take_maps_by_value(library.get_function(library._entry_name), cc)
-                library.llvm_strs  # noqa: B018  # written now: other kernels may share the functions that it calls
+                # written now, for other kernels may share the functions that it calls; each once, whoever calls it
+                library._llvm_strs = list(map(str, dict.fromkeys(library.modules)))
             except Exception as error:
                 refused = error
         if refused:

@@ -82,7 +82,13 @@ def _toolchain():
 
 def _takes_part(file):
     """Is this a file of tiles/ or ops/ whose code decides what kernels compile to?"""
-    for folder in HOUSE:
+    return _part_of(tuple(HOUSE), os.fspath(file))
+
+
+@functools.cache  # a key asks a thousand times
+def _part_of(house, name):
+    file = Path(name)
+    for folder in house:
         if folder in file.parents:
             name = Path(folder.name, file.relative_to(folder))
             return not {name.as_posix(), *(parent.as_posix() for parent in name.parents)} & APART
@@ -121,7 +127,7 @@ def covered(name) -> bool:
         return False
     root, module = name.partition(".")[0], sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if file and _takes_part(Path(file)):
+    if file and _takes_part(file):
         return True
     if root in ("tiles", "ops"):  # another package of that name
         return False
@@ -129,8 +135,9 @@ def covered(name) -> bool:
         return True
     if root == "cuda":  # a namespace that cuda.core and cuda.bindings share
         return False
-    standard = not file or (STDLIB in Path(file).parents and not {"site-packages", "dist-packages"} & set(Path(file).parts))
-    return root in sys.stdlib_module_names and root != "__main__" and standard
+    if root not in sys.stdlib_module_names or root == "__main__":
+        return False
+    return not file or (STDLIB in Path(file).parents and not {"site-packages", "dist-packages"} & set(Path(file).parts))
 
 
 def _named(value):

@@ -47,9 +47,10 @@ class Kind:
 
     maker: a function without arguments, each call of which gives uninitialised, C-ordered memory in the place that `home`
     calls an array's; neither keeps an array alive. address: of the first element of what a maker gave. on: inside, makers give
-    memory that is for work on this stream, where the framework reuses memory by stream. waits: `finish` has something to do."""
+    memory that is for work on this stream, where the framework reuses memory by stream. waits: `finish` has something to do.
+    keeps: do its streams live as long as the process, so that what one keeps (kept.py) is its own?"""
 
-    waits = False
+    waits, keeps = False, False
 
     def describe(self, x: Any, name: str) -> Array:
         raise NotImplementedError
@@ -95,6 +96,8 @@ class Kind:
 
 
 class NumPy(Kind):
+    keeps = True
+
     def describe(self, x: np.ndarray, name: str) -> Array:
         pointer, readonly = x.__array_interface__["data"]
         return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & PAST, readonly), x, self)
@@ -111,6 +114,8 @@ class Planned(Kind):
 
 
 class Torch(Kind):
+    keeps = True
+
     def __init__(self):
         self.torch = sys.modules["torch"]
 
@@ -145,6 +150,7 @@ class Torch(Kind):
     def home(self, array: Array) -> Any:
         return array.owner.device
 
+    @lru_cache(1024)  # noqa: B019
     def maker(self, home: Any, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         # takes 0.4 us less than torch.empty
         return partial(self.torch.empty_strided, shape, contiguous(shape, 1), dtype=getattr(self.torch, dtype), device=home)

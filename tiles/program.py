@@ -31,6 +31,7 @@ Any number of threads may call at once: what is remembered does not change, and 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -46,6 +47,7 @@ from . import jax_call, nvtx, recording, torch_op
 from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
+from .kept import kept
 from .lengths import Trace, made
 from .loaded import together
 from .schema import Schema
@@ -72,13 +74,21 @@ class Part(NamedTuple):
     offset: int
 
 
+class Kept(NamedTuple):
+    """Among a plan's scratch memory, behind all else there: so many bytes from `offset` on of what the stream keeps (kept.py),
+    which one launch alone may use. For planners with an option `kept`."""
+
+    offset: int
+    nbytes: int
+
+
 class Plan(NamedTuple):
     """How calls of one form are done: steps, and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see
-    Problem.scratch), after Parts of what there is. What the caller gets back the schema says: one array by itself, several as a
-    tuple; or `give` makes it of all arrays, scratch memory, but for Parts, behind those of the schema."""
+    Problem.scratch), after Parts of what there is, before what is Kept. What the caller gets back the schema says: one array by
+    itself, several as a tuple; or `give` makes it of all arrays, scratch memory, but for Parts, behind those of the schema."""
 
     steps: Sequence[Step]
-    scratch: Sequence[Part | tuple[tuple[int, ...], str]] = ()
+    scratch: Sequence[Part | Kept | tuple[tuple[int, ...], str]] = ()
     give: Callable[[Sequence[Any]], Any] | None = None
 
 
@@ -135,14 +145,17 @@ class _Known(NamedTuple):
     """What calls of a form have in common. It keeps no array alive.
 
     makers: (the place of an array, what makes it). parts: of arrays that there are when results are made. beyond: how far the
-    second and further scratch arrays lie behind the first, in one piece of memory. apart: (places of two arrays that must not
-    share memory, the two distances between which they might)."""
+    second and further scratch arrays lie behind the first, in one piece of memory. kept: where in what the stream keeps others
+    lie, needs: up to where. apart: (places of two arrays that must not share memory, the two distances between which they
+    might)."""
 
     kind: Kind
     device: int | None
     makers: list[tuple[int, Callable[[], Any]]]
     parts: Sequence[Part]
     beyond: Sequence[int]
+    kept: Sequence[int]
+    needs: int
     apart: list[tuple]
     steps: Sequence[Step]
     give: Callable[[Sequence[Any]], Any]
@@ -174,7 +187,8 @@ class Program:
     stream: a handle or a stream object; None is the current one of the first array's framework. What is made belongs to the
     stream as if it were the current one. arrays: one for each name of the schema, or None. options: a tuple of what else
     decides a call; those that are equal must mean the same (True, 1 and 1.0 are equal). An option that the planner says is a
-    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses."""
+    `Number | None` decides nothing but whether there is one: it goes to the kernels with the addresses. The planner's option
+    `kept`, its last, if it has one, is not the caller's: may the plan have Kept memory?"""
 
     def __init__(
         self,
@@ -187,9 +201,11 @@ class Program:
         self.schema, self.planner, self.names = schema, planner, schema.names
         self.gradient, self.no_gradient, self.meanwhile = gradient, no_gradient, meanwhile
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
-        self.readers: dict[type, Callable] = {}
+        self.readers: dict[type, tuple[Callable, bool]] = {}
         self.op = torch_op.registered(self)
-        self.options = tuple(signature(planner).parameters)[1:]  # their names
+        names = tuple(signature(planner).parameters)[1:]
+        self.options = tuple([name for name in names if name != "kept"])  # the names of the caller's
+        self.keeps = names != self.options
         kinds = get_annotations(planner, eval_str=True)
         places = [place for place, name in enumerate(self.options) if kinds.get(name) == Number | None]
         self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
@@ -207,24 +223,27 @@ class Program:
                 raise
         return ways[0].call(self, stream, arrays, options, layout)
 
-    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
-        """A call on arrays in memory."""
-        read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
+    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, captured: bool = False) -> Any:
+        """A call on arrays in memory. captured: its stream keeps nothing for it."""
+        read, keeps = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
+        keeps = keeps and stream is None and not captured
         try:
             sort, lengths, addresses, held = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
             sort, lengths, addresses, held = self._read(*arrays)
-        numbers = [options[place] or 0 for place, _ in self.numbers] if self.numbers else ()
+        numbers, given = [options[place] or 0 for place, _ in self.numbers] if self.numbers else (), options
         if numbers:
             options = self._without_numbers(options)
         try:
-            known = KNOWN.get((self, sort, lengths, options, layout))
+            known = KNOWN.get((self, sort, lengths, options, layout, keeps))
         except TypeError:  # an option that cannot be looked up, such as a list
             known = self._planned(held or self._described(arrays), options, layout)
         if known is None:
-            known = self._learn(arrays, sort, lengths, held, options, layout)
+            known = self._learn(arrays, sort, lengths, held, options, layout, keeps)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
+        if known.kept and (kept_at := kept(known.device, handle, known.needs)) is None:
+            return self.run(stream, arrays, given, layout, True)
         for a, b, low, high in known.apart:
             if low < addresses[b] - addresses[a] < high:
                 self._check_apart(self._described(arrays), a, b)
@@ -243,6 +262,8 @@ class Program:
         if known.beyond:
             start = addresses[-1]
             addresses += [start + far for far in known.beyond]
+        if known.kept:
+            addresses = [*addresses, *[kept_at + far for far in known.kept]]
         if numbers:
             addresses = [*addresses, *numbers]
         for step in known.steps:
@@ -277,18 +298,23 @@ class Program:
         lengths = tuple([a and (a.shape, a.strides, a.form.past if a.pointer else -1) for a in described])
         return sort, lengths, [a.pointer if a else 0 for a in described], described
 
-    def _reader(self, first: Any) -> Callable:
-        """How calls with a first array of this type are read."""
-        reader = kind_of(first, self.names[0]).reader(self.needed)
-        return self.readers.setdefault(type(first), reader or self._read)
+    def _reader(self, first: Any) -> tuple[Callable, bool]:
+        """How calls with a first array of this type are read; does their kind keep memory?"""
+        kind = kind_of(first, self.names[0])
+        return self.readers.setdefault(type(first), (kind.reader(self.needed) or self._read, kind.keeps))
 
-    def _learn(self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str) -> _Known:
+    def _learn(
+        self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, asked: tuple, layout: str, keeps: bool
+    ) -> _Known:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
+        options = (*asked, keeps) if self.keeps else asked
         key = self, sort, options, layout
         functions = FUNCTIONS.get(key) or ()
         for function in functions:
             known = function(lengths)
             if known:
+                if function is not functions[0]:  # lengths that grow ask for the same one again
+                    FUNCTIONS.put(key, (function, *[other for other in functions if other is not function]))
                 break
         else:
             described = held or self._described(arrays)
@@ -296,7 +322,7 @@ class Program:
             if len(functions) < TURNS and self._of_lengths(described, known):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
                     FUNCTIONS.put(key, (*functions, self._watched(described, held is None, options, layout)))
-        KNOWN.put((self, sort, lengths, options, layout), known)
+        KNOWN.put((self, sort, lengths, asked, layout, keeps), known)
         return known
 
     def _planned(self, described: list, options: tuple, layout: str) -> _Known:
@@ -320,7 +346,8 @@ class Program:
         home = kind.home(first)
         makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
         parts: Any = [x for x in scratch if isinstance(x, Part)]
-        memory: Any = scratch[len(parts) :]
+        left: Any = [x for x in scratch if isinstance(x, Kept)]
+        memory: Any = scratch[len(parts) : len(scratch) - len(left)]
         memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
         makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
         apart = []
@@ -329,7 +356,8 @@ class Program:
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return _Known(kind, first.device, makers, parts, beyond, apart, steps, give)
+        places, needs = [x.offset for x in left], functools.reduce(max, [x.offset + x.nbytes for x in left], 0)
+        return _Known(kind, first.device, makers, parts, beyond, places, needs, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""

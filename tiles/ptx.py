@@ -177,6 +177,13 @@ def count_global(b, address, order):
     b.do(f"red.{order}.gpu.global.add.u32 [$0], 1;", address)
 
 
+def count_global_around(b, address, last, counts):
+    """The number in 4 bytes of global memory, of a thread whose `counts` is not 0; there 1 is added, or behind `last` 0 stands
+    again, atomically. What this thread knows to be written is visible to who finds a later number, and the other way round."""
+    text = "{.reg .pred p;\nsetp.ne.u32 p, $3, 0;\nmov.u32 $0, 0;\n@p atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;}"
+    return b.asm(i32, text, "=&r,l,r,r", address, last, counts)
+
+
 def wait_global(b, address, n):
     """Until 4 bytes of global memory hold n or more; what was written before they did is then visible, to TMA, too."""
     b.do(

@@ -21,6 +21,7 @@ releases complete the same phase of its "empty" barrier. Producer and consumer c
 disagree, and a kernel shows no barrier arithmetic.
 """
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from numba.cuda import types
@@ -116,10 +117,11 @@ class ring:
         the ring's tiles all the same.
 
         parts: so many fills, one after the other, bring the tile, part 0 to parts - 1, each from its own place; source: a
-        tensor of tiles as large as a part, which `at` counts: of fewer rows or, by whole panels, of fewer columns. Not for
-        rings that blocks share. Where pages say which places these are, see `fill_pages`."""
+        tensor of tiles as large as a part, which `at` counts: of fewer rows or, by whole panels, of fewer columns. Blocks that
+        share a ring are as many as its parts, and each brings one, part 0 block 0, to all. Where pages say which places these
+        are, see `fill_pages`."""
         if here().rank == 0:
-            _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank), part, parts)
+            _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank, parts), part, parts)
 
     @op
     def fill_pages(self, j, pool, pages, size, at, last, parts=1):
@@ -173,10 +175,10 @@ def _slot(ring, j):
     return block.opened[ring.name][j % ring.stages]
 
 
-def _own(ring, source, at, rank):
+def _own(ring, source, at, rank, parts):
     """Where block `rank` of a cluster finds its part of the tile at `at`, counted in parts."""
-    at = tuple(at) + (0,) * (source.rank - len(at))
-    return at if ring.blocks == 1 else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
+    at, whole = tuple(at) + (0,) * (source.rank - len(at)), ring.blocks == 1 or parts > 1
+    return at if whole else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
 
 
 def tile_of(block, ring, j):
@@ -237,7 +239,8 @@ def _check_parts(ring, part, parts, across):
     if not integer(part):
         raise TypeError(f"fill: the part's number must be an integer, got {part}")
     extent, unit = (ring.tile.cols, ring.tile.panel_cols) if across else (ring.tile.rows, 8)
-    if parts < 1 or (parts > 1 and (ring.blocks > 1 or isinstance(ring.tile, sv) or extent % (unit * parts))):
+    apart = ring.blocks > 1 and parts != ring.blocks  # of a tile that blocks share each brings one
+    if parts < 1 or (parts > 1 and (apart or isinstance(ring.tile, sv) or extent % (unit * parts))):
         of = f"{unit} columns, which a panel has" if across else "8 rows"
         raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of {of}, got {ring}")
 
@@ -275,12 +278,17 @@ def _(ring, j, source, at, part, parts: int):
             to, coordinates = _address(b, ring, base, slot), b.unpack(at)
             if parts > 1:
                 to = b.add(to, b.mul(b.u32(part), b.u32(ring.offset(parts, across))))
+            mine = contextlib.nullcontext()
             if ring.blocks > 1:
                 rank = b.special("cluster_ctarank")
-                to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))
-                coordinates += [b.u32(0)] * (source.rank - len(coordinates))
-                coordinates[source.rows] = b.add(b.mul(b.u32(coordinates[source.rows]), b.u32(ring.blocks)), rank)
-            ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks)
+                if parts > 1:
+                    mine = b.if_then(b.icmp_unsigned("==", rank, b.u32(part)))
+                else:
+                    to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))
+                    coordinates += [b.u32(0)] * (source.rank - len(coordinates))
+                    coordinates[source.rows] = b.add(b.mul(b.u32(coordinates[source.rows]), b.u32(ring.blocks)), rank)
+            with mine:
+                ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks)
 
     return void, emit
 

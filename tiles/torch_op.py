@@ -156,7 +156,7 @@ class _Op:
         letters = iter(string.ascii_lowercase)
         written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
         tensors = [f"Tensor{mark}{'' if row.needed else '?'} {row.name}" for mark, row in zip(written, self.rows)]
-        options = [f"{TYPES[kind]} {name}" for name, kind in _options(self.program.planner).items()]
+        options = [f"{TYPES[kind]} {name}" for name, kind in _options(self.program).items()]
         made = "Tensor[]" if self.several else "Tensor" if self.results else "()"
         return f"({', '.join([*tensors, *options, 'str layout'])}) -> {made}"
 
@@ -250,12 +250,11 @@ def _unfold(x: Any, count: int) -> Any:
     return x.unflatten(0, (count, x.shape[0] // count))
 
 
-def _options(planner: Callable) -> dict[str, Any]:
-    """{name: type} of what a planner takes besides the problem. TypeError: it does not say one that torch knows."""
-    kinds = inspect.get_annotations(planner, eval_str=True)
-    _, *names = inspect.signature(planner).parameters
-    for name in names:
+def _options(program: Program) -> dict[str, Any]:
+    """{name: type} of a program's options. TypeError: its planner does not say one that torch knows."""
+    kinds = inspect.get_annotations(program.planner, eval_str=True)
+    for name in program.options:
         if kinds.get(name) not in TYPES:
-            said = f"{planner.__qualname__}'s annotation is {kinds.get(name)!r}"
+            said = f"{program.planner.__qualname__}'s annotation is {kinds.get(name)!r}"
             raise TypeError(f"{name}: an option of a torch op must be one of {tuple(TYPES)}: {said}")
-    return {name: kinds[name] for name in names}
+    return {name: kinds[name] for name in program.options}

@@ -72,7 +72,8 @@ SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)
 ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
 PAGED = {64: (128, 2)}  # the same where the producer looks up pages, which takes registers
 LOADED = {64: (128, 2), 96: (96, 2), 128: (96, 2), 192: (64, 2), 256: (48, 2)}  # the same where a bias is read
-FETCHED = LOADED | {128: (128, 2)}  # the same where its numbers are those of columns
+FETCHED = LOADED | {64: (96, 3), 128: (128, 2)}  # the same where its numbers are those of columns
+BROUGHT = {64: (96, 3), 96: (128, 2), 128: (128, 2), 192: (80, 2), 256: (64, 2)}  # the same where TMA brings tiles of it
 SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
 NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
 # Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
@@ -112,7 +113,8 @@ def config_for(
 def _shape(padded: int, variant: Variant) -> Any:
     """Of a variant's tiles."""
     loaded = FETCHED if variant.fetches and not variant.draws else LOADED
-    shapes = loaded if variant.loads else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
+    loaded = BROUGHT if variant.brings and not variant.draws else loaded
+    shapes = loaded if variant.loads or variant.brings else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
     return shapes.get(padded, SHAPES[padded])
 
 
@@ -158,7 +160,7 @@ class AsTheyCome:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
+    ROWS, KV, EACH = config.rows, config.kv, warpgroup.ROWS  # rows of a tile of queries, of keys, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
     SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
     KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
@@ -166,6 +168,7 @@ def make(config: Config):
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
+    brought = config.brought
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
     PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
@@ -174,6 +177,7 @@ def make(config: Config):
         q=ring(config.query, config.queries, readers),
         k=ring(config.key, config.stages, readers),
         v=ring(config.value, config.stages, readers),
+        **brought.rings(config.stages, readers),
     )
     softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, config.dtype)
 
@@ -210,14 +214,14 @@ def make(config: Config):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, queries, k, v, me, at, key, scale, slack):
+        def step(j, p, seen, queries, k, v, tiles, me, at, key, scale, slack):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
             turn.give(me)
-            fetched = variant.fetch(S, at, key)
+            fetched, here = variant.fetch(S, at, key), brought.by_queries(tiles, j, at, me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-            s = variant.score_by(s, fetched, at, key)
+            s = variant.score_by(s, fetched, here, key)
             if cut:
                 s = tiling.mask(s, at, key)
             below = variant.below(s, at, key)
@@ -244,12 +248,13 @@ def make(config: Config):
             return every.n, int32(max(1, every.cut))
 
     @inlined
-    def stand_by(j, first, end, k, v, me):
+    def stand_by(j, first, end, k, v, tiles, me):
         """What a consumer does about key blocks that none of its rows sees: the others have the tensor cores for themselves.
         All consumers take a turn for every key block of a tile but one."""
         for i in range(j, first):
             k.wait(i)
             k.release(i)
+            brought.pass_by(tiles, i)
             if i < end - 1:
                 turn.take(me)
                 turn.give(me)
@@ -265,7 +270,7 @@ def make(config: Config):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores. A tile is a block of
         query rows of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a
         key head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
-        q, k, v = smem.open()
+        q, k, v, tiles = brought.open(smem)
         me = warpgroup.id()
         r = j = int32(0)  # tiles and key blocks so far
         if me == PRODUCER:
@@ -289,6 +294,7 @@ def make(config: Config):
                         held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
+                    brought.fill(tiles, j + i, given, (batch, head, row, tiling.key(every, i, at) // KV))
                     held.fill(v, j + i, gV, own, batch, key, kv_head, given)
                 r, j = int32(r + 1), int32(j + every.n)
         else:
@@ -305,7 +311,7 @@ def make(config: Config):
                 end = int32(j + every.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
                 if SKIPS:
-                    stand_by(j, first, end, k, v, me)
+                    stand_by(j, first, end, k, v, tiles, me)
                 if SKIPS and n == 0:
                     output.release_last(q, r)
                     output.release(q, r)
@@ -313,7 +319,7 @@ def make(config: Config):
                     key, queries = tiling.key(every, first - j, at), prepared(queries, at)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = tiling.mask(variant.score(s, at, key), at, key)
+                    s = tiling.mask(variant.score(s, brought.by_queries(tiles, first, at, me), key), at, key)
                     below = variant.below(s, at, key)
                     begun = output.begin(softmax, variant, at, gO, gLse, own, row, scale)
                     seen = begun.moved(s, below, scale, slack)
@@ -322,9 +328,9 @@ def make(config: Config):
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
-                        p, seen = cut_step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j, at), scale, slack)
+                        p, seen = cut_step(i, p, seen, queries, k, v, tiles, me, at, tiling.key(every, i - j, at), scale, slack)
                     for i in range(int32(first + cut), end):
-                        p, seen = step(i, p, seen, queries, k, v, me, at, tiling.key(every, i - j, at), scale, slack)
+                        p, seen = step(i, p, seen, queries, k, v, tiles, me, at, tiling.key(every, i - j, at), scale, slack)
                     output.release(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
                     v.release(end - 1)

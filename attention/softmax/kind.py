@@ -8,6 +8,7 @@ from tiles import dtype, st
 from tiles.arguments import Record, record
 
 from .blocks import Listed
+from .brought import Nothing, Tiles
 from .held import Along, InPages
 from .sequences import Batched, Cached
 from .tiling import Tiling
@@ -53,9 +54,15 @@ class Kind:
         return self.lie(self.rows)
 
     @property
+    def brought(self) -> Nothing:
+        """What comes beside a tile of keys."""
+        brings = self.variant.brings
+        return Nothing() if brings is None else Tiles(self.rows, self.kv, brings)
+
+    @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, of where keys are held, and of lists."""
-        parts = self.variant, self.sequences, self.held, self.tiling
+        """What the kernel is told of the variant, of sequences, of where keys are held, of lists, and of what comes beside."""
+        parts = self.variant, self.sequences, self.held, self.tiling, self.brought
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     @property

@@ -21,12 +21,15 @@ from .fp8 import of_blocks
 from .norms import Layer, Rms
 from .online import SLACK
 from .ready import Listing, check, giving
+from .scores import Biased, BiasedByTile
 from .sequences import Batched, InUse, Packed, PackedInUse, Parts
 from .tiling import band_of, even
 from .units import BLOCK, OfBlocks, OfHeads
+from .variants import Both, Variant
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
 LOG2_E = math.log2(math.e)
+ELEMENT = 2  # bytes of what TMA brings for each score
 Shape = hopper.Config | ampere.Config | eight_bits.Config
 KERNELS = {hopper.Config: hopper, ampere.Config: ampere, eight_bits.Config: eight_bits}
 
@@ -145,13 +148,15 @@ def planned(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
     lie, where = sequences_of(problem)
-    tma, variant, axes = choose(problem, family) == "sm_90", made.variant, tuple(len(x.form.shape) for x in aux)
+    tma, axes = choose(problem, family) == "sm_90", tuple(len(x.form.shape) for x in aux)
     by_list = listing is not None and lie is Batched
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
+    if tma and problem.dtype != "float8_e4m3fn":
+        made = made._replace(variant=in_tiles(problem, made.variant))
     unrounded = not only_lists and problem.schema.arguments["out"].holds == "float32"
     kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
     if lie is Batched and not (axes or by_list or unrounded):
@@ -170,7 +175,7 @@ def planned(
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing))
-        of_scores = {name: x for name, x in given.items() if name in variant.given}
+        of_scores = {name: x for name, x in given.items() if name in made.variant.given}
         found = problem["lists"] or before.listed(made, listing.varies, config, blocks, where | of_scores, read)
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
@@ -180,6 +185,17 @@ def planned(
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
     return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch, give)
+
+
+def in_tiles(problem: Problem, of: Variant) -> Variant:
+    """The same variant for kernels that have a bias brought by TMA, if it can be: one of 2 bytes a number, side by side."""
+    if isinstance(of, Both):
+        return Both(in_tiles(problem, of.one), in_tiles(problem, of.other))
+    if type(of) is not Biased:
+        return of
+    form = problem["bias"].form
+    adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == ELEMENT
+    return BiasedByTile(of.last, DTYPES[form.dtype]) if adjacent and problem.bytes_at_once("bias") == ALIGNMENT else of
 
 
 def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:

@@ -41,14 +41,14 @@ def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Drop
     return Dropped(), {**numbers_of(dropout), "seed": seed}
 
 
-def bias_of(problem: Problem) -> Biased | None:
-    """How the problem's bias is read, if there is one: by its strides."""
+def bias_of(problem: Problem, last: bool) -> Biased | None:
+    """How the problem's bias is read, if there is one: by its strides. last: does no function follow?"""
     if "bias" not in problem:
         return None
     form = problem["bias"].form
     one_row = form.shape[-2] == 1 or form.strides[-2] == 0
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize  # what is alone is spread: see launches.over
-    return BiasedByKey(adjacent) if one_row else Biased()
+    return BiasedByKey(last, adjacent) if one_row else Biased(last)
 
 
 def functions_of(

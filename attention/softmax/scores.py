@@ -7,7 +7,7 @@ from typing import Any
 from numpy import int32
 
 from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, tanh, where
-from tiles import fp32, inlined, rt, static
+from tiles import dtype, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, array
 
 from .online import LOWEST
@@ -19,8 +19,8 @@ STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
-    scored = measures = True
-    bends = True
+    scored = measures = bends = True
+    folds = False
 
     @property
     def given(self) -> dict[str, Any]:
@@ -55,6 +55,9 @@ class Sloped(Variant):
         """See Variant."""
         return self.ordered and self.last
 
+    adds = by_rows
+    folds = False
+
     @property
     def given(self) -> dict[str, Any]:
         """See Variant. slopes: (batch, head). per_slope: 1 / the unit of scores."""
@@ -69,6 +72,16 @@ class Sloped(Variant):
             return s - (self.place(s, at, key) - col_index(s.row_vec)) * at.kept
         else:
             return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+
+    @inlined
+    def bent(self, s, at, key):
+        """See Variant."""
+        return (s if self.adds else self.score(s, at, key)), 1.0
+
+    @inlined
+    def added(self, s, at, key, scale):
+        """See Variant."""
+        return col_index(s.row_vec) * (at.kept * scale)
 
     @inlined
     def below(self, s, at, key):
@@ -115,11 +128,20 @@ class SlopedBy(Sloped):
         return row_index(s.col_vec) + int32(at.row - key)
 
 
+@static
 class Biased(Variant):
-    """score + bias[b, h, i, j]."""
+    """score + bias[b, h, i, j]. last: no function follows that wants the score itself."""
 
     scored = measures = True
-    loads, lean = True, False
+    loads = True
+    lean = folds = light = False
+
+    last: bool
+
+    @property
+    def adds(self) -> bool:  # type: ignore[override]
+        """See Variant."""
+        return self.last
 
     @property
     def given(self) -> dict[str, Any]:
@@ -129,8 +151,18 @@ class Biased(Variant):
     @inlined
     def score(self, s, at, key):
         """See Variant."""
-        at_bias = at.batch, at.head, at.row, int32(key)
-        return s + load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * at.given.per_bias
+        return s + self.added(s, at, key, 1.0)
+
+    @inlined
+    def bent(self, s, at, key):
+        """See Variant."""
+        return (s if self.adds else self.score(s, at, key)), 1.0
+
+    @inlined
+    def added(self, s, at, key, scale):
+        """See Variant."""
+        at_bias, unit = (at.batch, at.head, at.row, int32(key)), at.given.per_bias * scale
+        return load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
 
 
 @static
@@ -138,7 +170,7 @@ class BiasedByKey(Biased):
     """score + bias[b, h, j]: of a bias with one row for all queries, read once a column of a tile, not once a score. adjacent:
     its numbers lie side by side."""
 
-    fetches = lean = True
+    fetches = lean = folds = light = True
 
     adjacent: bool
 
@@ -154,9 +186,33 @@ class BiasedByKey(Biased):
         return s + fetched
 
     @inlined
-    def score(self, s, at, key):
+    def added(self, s, at, key, scale):
         """See Variant."""
-        return s + self.fetch(rt(s.rows, s.cols, fp32, s.layout), at, key)
+        return self.fetch(rt(s.rows, s.cols, fp32, s.layout), at, key) * scale
+
+
+@static
+class BiasedByTile(Biased):
+    """The same of tiles that TMA brings: given.bias is the consumer's part, in registers (brought.py)."""
+
+    loads, lean = False, True
+
+    of: dtype
+
+    @property
+    def brings(self) -> dtype:  # type: ignore[override]
+        """See Variant."""
+        return self.of
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Variant."""
+        return {"per_bias": FLOAT}
+
+    @inlined
+    def added(self, s, at, key, scale):
+        """See Variant."""
+        return fp32(at.given.bias) * (at.given.per_bias * scale)
 
 
 @static
@@ -164,7 +220,7 @@ class Scored(Variant):
     """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
 
     scored = measures = True
-    lean = False
+    lean = folds = light = False
 
     function: Callable
 

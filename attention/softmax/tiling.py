@@ -118,13 +118,18 @@ class Tiling:
 
     @inlined
     def weights(self, s, lse, cut, at, key, scale):
-        """exp2(scale s - lse), the weights of scores s once more, if the variant has made what it does of them, lse being their
-        rows' log-sum-exp; marked where it drops them. cut: must they be masked?"""
+        """exp2(scale s - lse), the weights of scores s once more, if the variant has bent them, lse being their rows'
+        log-sum-exp; marked where it drops them. cut: must they be masked? What is added here, not to scores at first, takes no
+        registers while these wait for products."""
         if self.variant.by_rows:
             lse = lse + self.variant.below(s, at, key) * scale
         if cut:
             s = self.mask(s, at, key)
-        return self.variant.marked(exp2(s * scale - lse), at, key)
+        if self.variant.adds:
+            p = exp2(s * scale - (lse - self.variant.added(s, at, key, scale)))
+        else:
+            p = exp2(s * scale - lse)
+        return self.variant.marked(p, at, key)
 
     @inlined
     def mask(self, s, at, key):

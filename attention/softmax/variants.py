@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ops import maximum
-from tiles import inlined, static
+from tiles import dtype, inlined, static
 from tiles.arguments import Record, array, listed
 
 from .online import LOWEST
@@ -76,7 +76,11 @@ class Variant:
     lean = True  # do gradients of narrow heads go the way of plain ones (backward/apart.py), which has few registers left?
     loads = False  # does it read a number for each score, which takes as many registers?
     fetches = False  # and if so, a number for each column alone, while products run?
+    brings = None  # does TMA bring what it reads for each score (brought.py), and of which dtype?
     prepares = False  # does something become of the queries, before the scores?
+    adds = False  # does it add to scores what may wait until weights are found: `added`?
+    folds = True  # the same of heads of 128 columns (backward/folded.py)?
+    light = True  # and of wide heads (backward/wide.py)?
     bends = False  # is a score's derivative, by what it was made of, other than 1?
 
     def __str__(self):
@@ -129,8 +133,13 @@ class Variant:
 
     @inlined
     def bent(self, s, at, key):
-        """(score(s, at, key), its derivative by s in units of what s counts), of a variant that bends."""
+        """(score(s, at, key) but for what is `added` late, its derivative by s in units of what s counts)."""
         return self.score(s, at, key), 1.0
+
+    @inlined
+    def added(self, s, at, key, scale):
+        """What a variant that adds late adds to scores s, times `scale`: a vector, a number for each key, or a tile."""
+        return 0.0
 
     @inlined
     def below(self, s, at, key):
@@ -192,6 +201,11 @@ class Both(Variant):
     def given(self) -> dict[str, Any]:
         """See Variant."""
         return self.one.given | self.other.given
+
+    @property
+    def brings(self) -> dtype | None:  # type: ignore[override]
+        """See Variant. Only one of them does."""
+        return self.one.brings or self.other.brings
 
     @inlined
     def of_queries(self, x, at):
@@ -256,15 +270,25 @@ class Both(Variant):
     @inlined
     def bent(self, s, at, key):
         """See Variant."""
+        s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
+        s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
         if self.one.bends and self.other.bends:
-            s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
-            s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
             return s, first * then
         elif self.one.bends:
-            s, slope = self.one.bent(s, at._replace(kept=at.kept[0]), key)
-            return self.other.score(s, at._replace(kept=at.kept[1]), key), slope
+            return s, first
         else:
-            return self.other.bent(self.one.score(s, at._replace(kept=at.kept[0]), key), at._replace(kept=at.kept[1]), key)
+            return s, then
+
+    @inlined
+    def added(self, s, at, key, scale):
+        """See Variant."""
+        if self.one.adds and self.other.adds:
+            one = self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
+            return one + self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
+        elif self.one.adds:
+            return self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
+        else:
+            return self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
 
     @inlined
     def below(self, s, at, key):
@@ -325,7 +349,7 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 
-for _name in "everything from_first computed plain lean".split():
+for _name in "everything from_first computed plain lean folds light".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored measures by_rows within draws loads fetches prepares bends".split():
+for _name in "rising scored measures by_rows within draws loads fetches prepares adds bends".split():
     setattr(Both, _name, _of_both(_name, any))

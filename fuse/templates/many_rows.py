@@ -3,7 +3,8 @@
 A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
 by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
 inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns; several that
-are results of their own lie side by side. Several maps of the same products leave together, each by a shared tile of its own. A
+are results of their own lie side by side. Several maps of the same products leave together, each by a shared tile of its own;
+what they want besides is read a part ahead. Two blocks one below the other read weights once, each a half for both. A
 product of another left factor that is added, x @ w + t @ b, is a step more along k, or several: [x, t] @ [w; b]. In a batch the
 tiles of one product follow those of another. Of scores that only a softmax wants (terms.of_parts) no tile leaves: each 128
 columns of it become three numbers a row, by an online softmax.
@@ -12,13 +13,13 @@ many_rows.jinja is the kernel; here stands when it serves, how it is cut, and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..axes import PART
 from ..graph import along, is_tile
 from ..module import DTYPES, Text, array, rendered
-from ..terms import Term
+from ..terms import Term, viewed
 from ..writing import Writer
 from .few_rows import MOST_ROWS, Named
 from .product import MOST_PRODUCTS, Extension, Product, Weight, extended, found_in
@@ -29,37 +30,43 @@ if TYPE_CHECKING:
 
 ROWS, STEP = 128, 64  # of a tile; along k
 OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
-MOST_RESULTS = 2  # that leave together
+MOST_RESULTS = 3  # that leave together
 WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the last wave may be emptier
 SHARED = 225 * 1024
+LONE = 64  # tiles of rows, from which on a block may be without a peer
 
 
-NAMES = "batch tall more last row col part n me y width own place".split()  # of the kernel
-NAMES += "known nothing greatest higher total picked scores here chosen end".split()
+NAMES = "batch tall more last rank row col part n m me y width own place".split()  # of the kernel
+NAMES += "following known nothing greatest higher total picked scores here chosen end".split()
 
 
 class Schedule(NamedTuple):
     """columns: of a tile of accumulators, of all products together. parts: in so many a tile leaves. stages: slots of a ring.
-    group: rows of tiles in a band, which share what is read of the weights."""
+    group: rows of tiles, or of clusters, in a band, which share what is read of the weights. blocks: of a cluster, one below
+    the other, which read tiles of weights once for all."""
 
     columns: int
     parts: int
     stages: int
     group: int
+    blocks: int
 
 
-def schedule(m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1) -> Schedule:
+def schedule(
+    m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
+) -> Schedule:
     """That with which all waves of tiles together are narrowest. step: that a product's columns are a multiple of. results: how
-    many leave together."""
+    many leave together. pairs: may blocks work by pairs, where there are several waves, and hardly a block without a peer?"""
+    tall = -(-m // ROWS)
 
-    def width_of_waves(columns: int) -> int:
-        tiles = batch * -(-m // ROWS) * -(-n * products // columns)
-        return -(-tiles // processors) * (columns + OVERHEAD)
+    def waves(columns: int) -> int:
+        return -(-batch * tall * -(-n * products // columns) // processors)
 
-    columns = min((c for c in WIDTHS if c % (step * products) == 0), key=width_of_waves)
+    columns = min((c for c in WIDTHS if c % (step * products) == 0), key=lambda c: waves(c) * (c + OVERHEAD))
     parts = columns // 64 * (1 if results == 1 else 2)  # what several are made of would not fit registers else
     room = SHARED - results * ROWS * 2 * (columns // products // parts)
-    return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), min(16, -(-m // ROWS)))
+    blocks = 2 if pairs and waves(columns) > 1 and (tall % 2 == 0 or tall > LONE) else 1
+    return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), -(-min(16, tall) // blocks), blocks)
 
 
 class Sent(NamedTuple):
@@ -68,6 +75,25 @@ class Sent(NamedTuple):
     slot: str
     array: str
     made: str
+
+
+class Coming(NamedTuple):
+    """A tile that an epilogue wants besides: one part is worked with while the next one comes. spec: of a part in registers.
+    first, following: the expressions that read a tile's first part, and the one behind the n-th."""
+
+    name: str
+    spec: str
+    first: str
+    following: str
+
+    @classmethod
+    def of(cls, y: Term, name: str, dtype: str) -> Coming:
+        spec = f"rt(16, PART, {DTYPES.get(viewed(y).held_as(dtype), 'fp32')})"
+        first, following = (
+            f"warpgroup.load({array(name)}, {spec}, {index(y, 'ROWS * row', f'PART * {col}')})"
+            for col in ("col", "(col + following)")
+        )
+        return cls(name, spec, first, following)
 
 
 class ManyRows(Product):
@@ -86,8 +112,8 @@ class ManyRows(Product):
     def schedule(self) -> Schedule:
         """How it is cut."""
         step = PART if self.folds else 64
-        results = len(self.results)
-        return schedule(self.rows, self.columns, len(self.products), self.processors, self.batch or 1, step, results)
+        sizes = self.rows, self.columns, len(self.products), self.processors, self.batch or 1
+        return schedule(*sizes, step, len(self.results), not self.folds)
 
     @classmethod
     def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
@@ -96,11 +122,12 @@ class ManyRows(Product):
 
     @classmethod
     def together(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
-        """Those that compute several maps of the same products, which leave together; of no others, that lie in memory."""
+        """Those that compute several maps of the same products, which leave together; of no more than one other, that lies in
+        memory."""
         alike = len({tuple([axis and axis.root for axis in x.names]) for x in roots}) == 1
         if 1 < len(roots) <= MOST_RESULTS and alike and any(x.operation != "matmul" for x in roots):
             every = cls._making(roots, processors, MOST_ROWS)
-            yield from (one for one in every if not any(y.operation == "matmul" for y in one.others))
+            yield from (one for one in every if sum(y.operation == "matmul" for y in one.others) < 2)
 
     @classmethod
     def _making(cls, roots: tuple[Term, ...], processors: int, few: int) -> Iterator[Self]:
@@ -178,10 +205,16 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     if kernel.extension:
         writer.names[kernel.extension.joint] = products[0].name
     computes = any(x not in writer.names for x in kernel.results)
+    ahead = [] if kernel.folds else [y for y in kernel.others if y.operation != "spread" and is_tile(y)]
+    coming = [Coming.of(y, parameters[y], kernel.dtype) for y in ahead]
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
     taken = {*parameters.values(), *NAMES}
     epilogue = kept.lines(tile_rows, tile_columns) if kept else []
-    epilogue += [f"{other.name} = {other.loaded}" for other in others] + writer.assignments(kernel.results, taken)
+    epilogue += [
+        f"{one.name} = fp32({one.name})" if one.name in [c.name for c in coming] else f"{one.name} = {one.loaded}"
+        for one in others
+    ]
+    epilogue += writer.assignments(kernel.results, taken)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = dict(lengths)
     numbers |= {"each": f"{parameters[kernel.each]}.shape[1]"} if kernel.each is not None else {}
@@ -196,52 +229,67 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     parts = Part.of(kernel, parameters)
     weights = [p.loaded for p in products] + [part.weight for part in parts[1:]]
     weights += [parameters[extension.weight.array]] if extension else []
-    operands += [(array(name), f"tiles.tensor({name}, {tile})") for name in weights]
+    brings, deep = s.columns // len(products), STEP  # columns, and rows along k, of what one fill brings
+    if not several:
+        brings, deep = (brings // s.blocks, STEP) if turned else (brings, STEP // s.blocks)
+    cut = [(s.columns, STEP), *[(brings, deep)] * (several or s.blocks > 1)]
+    made = [f"st({', '.join(map(str, one if turned else one[::-1]))}, {dtype})" for one in cut]
+    operand_tiles = f"X, W{', W_PART' * (len(cut) > 1)} = st(CONSUMERS * ROWS, {STEP}, {dtype}), {', '.join(made)}"
+    brought = "W_PART" if s.blocks > 1 else tile
+    operands += [(array(name), f"tiles.tensor({name}, {brought})") for name in weights]
     result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
     folds = Folds.of(kernel, parameters)
     high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
     batch = kernel.batch is not None
-    counted = [("tall" if batch else "rows", f"-(-{high} // X.rows)")]
+    tall = "(BLOCKS * X.rows)" if s.blocks > 1 else "X.rows"
+    counted = [("tall" if batch else "rows", f"-(-{high} // {tall})")]
     counted += [(part.end, f"{part.before and part.before + ' + '}-(-{part.result}.shape[1] // W.{axis})") for part in parts]
     counted += [("cols", f"-(-{wide} // {tile}.{axis})")] if not parts else []
     counted += [("rows", f"tall * {result}.shape[0]")] if batch else []
     counted += [("more", f"-(-{names[1]}.shape[1] // X.cols)")] if more else []
-    counted += [("steps", f"max({2 * s.parts - 1}, {inner}{' + more' if more else ' + 1' if extension else ''})")]
+    counted += [("steps", f"max({2 * s.parts - (not coming)}, {inner}{' + more' if more else ' + 1' if extension else ''})")]
     arrays = {o.array: o.name for o in others} | dict(kept.arguments if kept else [])
     ends = [part.end for part in parts[:-1]]
-    told = "".join(f", {one}" for one in (*arrays, *numbers, *ends))
+    told = "".join(f", {one}" for one in (*arrays, *numbers, *ends, *(one.name for one in coming)))
     counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * more]
     outs = (
         folds.arguments if folds else [(array(parameters[y]), f"tiles.tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
     )
     results = [Sent("" if folds else f"y_{n}" if n > 1 else "y", into, writer.expression(y))
                for n, ((into, _), y) in enumerate(zip(outs, kernel.results), 1)]  # fmt: skip
-    slots = [] if folds else [one.slot for one in results]
-    lasts = [p.name.replace("acc", "last") for p in products]
-    into = ", ".join([*(name for name, _ in outs), *slots])
     plain = not (folds or computes or parts)
-    leaves = _folded(folds, s.parts, told) if folds else _sent(lasts, s.parts, told, "batch, " * batch, into, plain)
+    slots = [] if folds else [one.slot for one in results]
+    into = ", ".join([*(name for name, _ in outs), *slots])
+    blocks = f"min(rows * cols, tiles.processors({result}))"
+    blocks = f"BLOCKS * min(rows * cols, tiles.processors({result}) // BLOCKS)" if s.blocks > 1 else blocks
+    leaves = _folded(folds, s.parts, told) if folds else _sent(s.parts, several, told, "batch, " * batch, into, plain, coming)
     arguments = [*operands, *outs, *arrays.items()]
     return {
-        "schedule": s, "dtype": dtype, "y": result, "products": products, "turned": turned, "form": "ABt" if turned else "AB",
+        "schedule": s, "operands": operand_tiles, "dtype": dtype, "y": result, "products": products, "turned": turned,
+        "form": "ABt" if turned else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
-        "plain": plain, "lasts": lasts, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
+        "plain": plain, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
         "slots": slots, "results": results,
         "extension": extension and {"x": operands[1][0], "w": operands[-1][0], "narrow": extension.narrow},
-        "computes": computes, "epilogue": epilogue,
+        "computes": computes, "epilogue": epilogue, "coming": coming,
         "arguments": [*arguments, *((n, n) for n in counts), *numbers.items()],
         "counts": counted,
-        "launch": f"min(rows * cols, tiles.processors({result})), THREADS, shared=smem, early=True", "bounds": "THREADS, 1",
+        "clusters": s.blocks > 1, "row": "BLOCKS * row + rank" if s.blocks > 1 else "row",
+        "turn": "persistent_tile(r, BLOCKS)" if s.blocks > 1 else "persistent_tile(r)",
+        "launch": f"{blocks}, THREADS, shared=smem, {'cluster=BLOCKS, ' * (s.blocks > 1)}early=True", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 
-def _sent(lasts: list[str], parts: int, told: str, lead: str, into: str, plain: bool) -> list[list[str]]:
-    """The lines by which each part of a tile leaves. plain: as it is."""
+def _sent(parts: int, several: bool, told: str, lead: str, into: str, plain: bool, coming: Sequence[Coming]) -> list[list[str]]:
+    """The lines by which each part of a tile leaves. several: made of a part of each product. plain: as it is. coming: what it
+    wants besides, and has on its way."""
     if plain:
         y, slot = into.split(", ")
         at = [f"({lead}row, {_nth('col', n)})" for n in range(parts)]
         return [[f"warpgroup.send({y}, {one}, {slot}, columns(last, PART, {n}))"] for n, one in enumerate(at)]
-    return [[f"send({into}, {lead}row, col, {', '.join(lasts)}, {n}{told})"] for n in range(parts)]
+    kept = "".join(f"{one.name}, " for one in coming)[:-2]
+    of = [f"{n}, {parts + n}" if several else f"{n}" for n in range(parts)]
+    return [[f"{kept}{' = ' * bool(kept)}send({into}, {lead}row, col, last, {one}{told})"] for one in of]
 
 
 def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:

@@ -2,7 +2,8 @@
 
     row by row:   y = f(x[row, :], ..., g[:], ...), with sums and maxima along the row wherever f has them
 
-One of three forms serves, by the rows' width (row_map_text.py writes them):
+Maps alone, of tiles and numbers, are taken piece by piece. Else one of three forms serves, by the rows' width (row_map_text.py
+writes them all):
 
 - folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, and keeps them where
   nobody asks which columns they are; one row is worked on while the next one comes, and vectors along the columns stay in
@@ -26,7 +27,7 @@ from ..functions import FP8, MAPS
 from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
-from .row_map_text import FOLD, REGISTERS, Alone, Folded, Gathered, Held, Looped, Writing
+from .row_map_text import FOLD, REGISTERS, Alone, Flat, Folded, Gathered, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
@@ -49,6 +50,8 @@ def _warps(width: int, form: type[Writing]) -> int:
     """Of a block, for rows of this width."""
     if form is Gathered:
         return -(-width // form.columns)
+    if form is Flat:
+        return 8
     return next(n for n in (1, 2, 4, 8, 16) if n >= min(-(-width // form.columns), form.most_warps))
 
 
@@ -118,10 +121,28 @@ class RowMap:
         return (fits or terms.SPACES[-1].loose) and known and few and alike and not self.draws
 
     @property
+    def flat(self) -> bool:
+        """Is it maps alone, of tiles of 16 bits and numbers, whose rows are cut into whole parts?"""
+        inside, held = between(self.roots, self.leaves), {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
+        maps = all(x.operation in MAPS or x.operation == "number" for x in inside) and all(map(is_tile, self.roots))
+        tiles = [x for x in self.leaves if any(x.names)]
+        short = all(viewed(x).held_as(SIXTEEN[0]) in SIXTEEN for x in (*tiles, *self.roots))
+        return (
+            maps
+            and short
+            and len(held) == 1
+            and held < {*SIXTEEN}
+            and all(map(is_tile, tiles))
+            and not self.width % Flat.columns
+        )
+
+    @property
     def form(self) -> type[Writing]:
         """How it is written."""
         if self.sums:
             return Gathered
+        if self.flat:
+            return Flat
         tiles = sum(is_tile(x) for x in self.leaves)
         whole = all(along(x) or not any(x.names) for x in self.leaves)
         parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
@@ -161,6 +182,8 @@ class RowMap:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
         if self.sums:
             return {self.columns: self.width}
+        if self.form is Flat:
+            return {self.columns: Flat.columns}
         part = self.form.part + (DRAWN if self.draws else 3) if issubclass(self.form, Folded) else 0
         return {self.columns: FOLD * part} if part else {}
 

@@ -1,4 +1,4 @@
-"""Row maps, written down: see row_map.py for the three forms."""
+"""Row maps, written down: see row_map.py for their forms."""
 
 from __future__ import annotations
 
@@ -361,6 +361,35 @@ class Alone(Folded):
         self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
         self.text.kernel += body
         self.text.launch = "rows"
+
+
+class Flat(Folded):
+    """Maps alone, of tiles and numbers: a warp has so many elements of a row, and nobody waits for others."""
+
+    part = 32
+    columns, says = FOLD * part, "are taken in pieces of 512, element by element"
+    unordered = True
+
+    def write(self) -> None:
+        """See Writing."""
+        kernel, text, name = self.kernel, self.text, self.parameters
+        tiles = [x for x in kernel.leaves if is_tile(x)]
+        numbers = [x for x in kernel.leaves if not along(x)]
+        text.globals += [f"WARPS = {kernel.warps}  # of a block"]
+        text.globals += [
+            f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's, elements of a row that follow one another"
+        ]
+        warp = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)"
+        text.kernel += [FOLLOW, f"row, piece = divmod({warp}, pieces)", *(self.load(n) for n in numbers if n.ndim)]
+        body = [f"{name[t]} = {self.widened(self.loaded(t, 'row, piece, 0, 0'))}" for t in tiles]
+        body += self.stores("row, piece, 0, 0", "store_unordered")
+        text.kernel += ["if row < rows:", *(f"    {line}" for line in body)]
+        x = name[tiles[0]]
+        text.before = [f"rows, pieces, cut = {x}.shape[0], {x}.shape[1] // {self.columns}, ({FOLD}, {self.part})"]
+        text.launch = "-(-rows * pieces // WARPS), 32 * WARPS, early=True"
+        shaped = [(array(name[one]), f"{name[one]}.reshape(rows, pieces, *cut)") for one in (*tiles, *kernel.roots)]
+        given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
+        text.arguments = [*shaped, ("rows", "rows"), ("pieces", "pieces"), *given]
 
 
 class Gathered(Folded):

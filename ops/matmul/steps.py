@@ -10,6 +10,7 @@ waited for; so a ring has two slots or more."""
 
 from tiles.op import inlined
 
+from .. import cluster
 from ..shape.subtile import subtile
 from .wgmma import ROWS, mma_AB, mma_ABt, wait
 
@@ -18,17 +19,42 @@ from .wgmma import ROWS, mma_AB, mma_ABt, wait
 def step_AB(acc, x, w, i, me):
     """acc + mine @ w[i], in flight, of the i-th tiles of the rings x and w, `mine` being the me-th 64 rows of x[i]. The tiles
     before, whose product is done then, are given back."""
-    return _given_back(mma_AB(acc, subtile(x.wait(i), ROWS, me), w.wait(i)), x, w, i - 1)
+    return give_back(issue_AB(acc, x, w, i, me), x, w, i - 1)
 
 
 @inlined
 def step_ABt(acc, x, w, i, me):
     """acc + mine @ w[i].T: as step_AB, for w's tiles (n, k)."""
-    return _given_back(mma_ABt(acc, subtile(x.wait(i), ROWS, me), w.wait(i)), x, w, i - 1)
+    return give_back(issue_ABt(acc, x, w, i, me), x, w, i - 1)
 
 
 @inlined
-def _given_back(acc, x, w, i):
+def issue_AB(acc, x, w, i, me):
+    """The same, and nothing is waited for: two products are in flight while something else is done, and the next steps are
+    steps_AB(acc, x, w, i + 1, me), or give_back(acc, x, w, i - 1)."""
+    return mma_AB(acc, subtile(x.wait(i), ROWS, me), cluster.own(w.wait(i)))
+
+
+@inlined
+def issue_ABt(acc, x, w, i, me):
+    """acc + mine @ w[i].T: as issue_AB, for w's tiles (n, k)."""
+    return mma_ABt(acc, subtile(x.wait(i), ROWS, me), w.wait(i))
+
+
+@inlined
+def steps_AB(acc, x, w, i, me):
+    """The i-th step and the next, where the two before are in flight; then these are."""
+    return issue_AB(step_AB(give_back(acc, x, w, i - 2), x, w, i, me), x, w, i + 1, me)
+
+
+@inlined
+def steps_ABt(acc, x, w, i, me):
+    """The same, of acc + mine @ w.T."""
+    return issue_ABt(step_ABt(give_back(acc, x, w, i - 2), x, w, i, me), x, w, i + 1, me)
+
+
+@inlined
+def give_back(acc, x, w, i):
     """acc, in flight, all products before which are done: so their operands, the i-th tiles, are given back."""
     wait(newer=1)
     x.release(i)

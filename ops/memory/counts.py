@@ -7,13 +7,19 @@
 
 A block may only wait for what blocks with lower numbers do, or its own other warps: blocks begin in the order of their numbers,
 but nobody knows how many of them there is room for at a time. In the interpreter, which runs blocks one after the other, a wait
-for a later one is a deadlock at once. The numbers are 0 before the grid begins, and nothing else is done to them."""
+for a later one is a deadlock at once. The numbers are 0 before the grid begins, and nothing else is done to them.
+
+Where nobody need wait, who comes last does what is left:
+
+    last = block.reduce_any(warp == 0 and count_around(done, (pair,), n))   # behind a block.sync(): all warps have stored
+    if last:                                    # all n blocks have, and what they stored is visible; the number is 0 again
+"""
 
 import numpy as np
 from numba.cuda import types
 
 from tiles import ptx
-from tiles.builder import i64
+from tiles.builder import i32, i64
 from tiles.interpreter import Touched, here, note
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
@@ -58,6 +64,21 @@ def count_stored(counts, at):
     _count(counts, at)
     if here().overwritten:
         raise here().hazard(f"counts {here().overwritten} as if it had added: count_up", "wait")
+
+
+@op
+def count_around(counts, at, n):
+    """Is this the last of the n warps that count at counts[at]? Then the number is 0 again, and what the others had written is
+    visible to this warp: they themselves, and warps of their blocks that they had met when they counted."""
+    there = _there(counts, at)
+    if not 0 <= there.item() < n:
+        raise here().hazard(f"the count at {tuple(map(int, at))} is {there.item()}, where {n} are to count, from 0 on")
+    last = there.item() == n - 1
+    _count(counts, at)
+    if last:
+        there[...] = 0
+        here().block.cluster.in_turn = True
+    return last
 
 
 def _count(counts, at):
@@ -115,3 +136,17 @@ def _counting(name, order):
 
 lowers(count_up)(_counting("count_up", "release"))
 lowers(count_stored)(_counting("count_stored", "relaxed"))
+
+
+@lowers(count_around)
+def _(counts, at, n):
+    _check("count_around", counts, at, n)
+
+    def emit(b, value, vat, vn):
+        ptx.warp_sync(b)
+        last = b.sub(b.u32(vn), b.u32(1))
+        before = ptx.count_global_around(b, _address(b, counts, value, vat), last, b.zext(elected(b, LANES), i32))
+        ptx.warp_sync(b)
+        return b.icmp_unsigned("==", ptx.shuffle(b, before, b.u32(0)), last)
+
+    return types.boolean, emit

@@ -72,8 +72,8 @@ def _room(x):
 
 
 def _sync(group):
-    def rule():
-        return void, group.emit_meet
+    def rule(fenced: int):
+        return void, lambda b, _: group.emit_meet(b, fence=not fenced)
 
     return rule
 

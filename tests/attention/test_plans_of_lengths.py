@@ -29,6 +29,7 @@ from tiles import program as programs
 from tiles.arrays import ITEMSIZE, Array, Form, contiguous
 from tiles.compiler import Compiled
 from tiles.frameworks import KIND_OF, Kind
+from tiles.kept import MOST
 from tiles.program import VARY, Recent
 from tiles.torch_op import _options
 
@@ -50,7 +51,9 @@ class Lent:
 
 
 class OnDevice(Kind):
-    """What is made lies one behind the other."""
+    """What is made lies one behind the other; there is what a stream keeps."""
+
+    keeps = True
 
     def __init__(self):
         self.made = []
@@ -78,6 +81,7 @@ def gpu(monkeypatch):
     monkeypatch.setitem(KIND_OF, Lent, kind)
     monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
     monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
+    monkeypatch.setattr(programs, "kept", lambda ordinal, stream, nbytes: 2**62 if nbytes <= MOST else None)
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: target)
     monkeypatch.setattr(
@@ -121,7 +125,7 @@ def gpu(monkeypatch):
     def call(program, arrays, options, layout):
         launches.clear(), kind.made.clear()
         try:
-            program.run(0, arrays, options, layout)
+            program.run(None, arrays, options, layout)
         except (TypeError, ValueError, OverflowError) as error:
             return type(error), str(error)
         return list(launches), list(kind.made)
@@ -165,7 +169,7 @@ def calls(draw, name):
     kinds = {
         row: dtype if argument.holds == "tile" else draw(st.sampled_from(argument.dtypes)) for row, argument in rows.items()
     }
-    options = tuple(draw(OPTIONS[option, kind]) for option, kind in _options(program.planner).items())
+    options = tuple(draw(OPTIONS[option, kind]) for option, kind in _options(program).items())
     made = []
     for _ in range(draw(st.integers(2, 5))):
         extents = fixed | {"B": draw(st.integers(1, 3)), "S": draw(LENGTH), "T": draw(LENGTH), "N": draw(st.integers(1, 5))}

@@ -66,7 +66,17 @@ def test_of_tensors_without_memory_only_shapes_are_asked():
 def test_an_op_is_called_by_its_name():
     attention.register_torch_ops()
     attention.register_torch_ops()  # they are there once
-    names = ["based", "decode", "decode_variant", "delta_rule", "forward", "forward_variant", "hedgehog", "linear"]
+    names = [
+        "based",
+        "decode",
+        "decode_listed",
+        "decode_variant",
+        "delta_rule",
+        "forward",
+        "forward_variant",
+        "hedgehog",
+        "linear",
+    ]
     names += ["linear_step", "mamba2", "mla_decode", "mla_decode_fp8"]
     assert all(hasattr(torch.ops.tiles, name) for name in names)
     q, k, v = Inputs().qkv()

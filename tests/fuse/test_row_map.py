@@ -51,7 +51,9 @@ def sample(rng, kind, rows, columns, dtype):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize(("rows", "columns", "dtype"), [(1, 8, bf16), (17, 130, fp16), (3, 2050, bf16), (16, 128, fp32)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"), [(1, 8, bf16), (17, 130, fp16), (3, 2050, bf16), (16, 128, fp32), (3, 1536, bf16)]
+)
 def test_against_float64(kernel, rows, columns, dtype):
     rng = np.random.default_rng(rows)
     arrays = [sample(rng, kind, rows, columns, dtype) for kind in KERNELS[kernel]]

@@ -5,7 +5,19 @@ import pytest
 from numba import cuda
 from numpy import int32
 
-from ops import count_stored, count_up, load, store, store_wait, stores_done, tma_add, tma_store, wait_count
+from ops import (
+    block,
+    count_around,
+    count_stored,
+    count_up,
+    load,
+    store,
+    store_wait,
+    stores_done,
+    tma_add,
+    tma_store,
+    wait_count,
+)
 from tiles import Hazard, fp32, rt, shared, st, tensor
 from tiles.testing import meaning
 
@@ -101,6 +113,36 @@ def test_what_is_stored_comes_before_what_is_added(run, count):
     else:
         with pytest.raises(Hazard, match="counts the TMA store of .* as if it had added: count_up"):
             meaning(kernel, turns, x, tensor(y, TILE), warps=1, grid=3, shared=SMEM)
+
+
+@pytest.mark.parametrize("n", [3, 2])
+def test_who_comes_last_adds_up(run, n):
+    """Of three blocks of two warps; twice, for the number is 0 again. Two are not three."""
+
+    @cuda.jit
+    def kernel(counts, parts, out):
+        me, warp = cuda.blockIdx.x, int32(cuda.threadIdx.x // 32)
+        store(parts, load(parts, T, (me, 0, 16 * warp)) + 1.0, (me, 0, 16 * warp))
+        block.sync()
+        if block.reduce_any(warp == 0 and count_around(counts, (1, 0), int32(n))):
+            for other in range(3):
+                x = load(out, T, (0, 16 * warp)) + load(parts, T, (other, 0, 16 * warp))
+                store(out, x, (0, 16 * warp))
+
+    counts, parts, out = np.zeros((2, 1), np.int32), np.ones((3, 16, 32), np.float32), np.zeros((16, 32), np.float32)
+    for total in (6, 6 + 9):
+        run(kernel, counts, parts, out, warps=2, grid=3)
+        assert (out == total).all() == (n == 3)
+    assert counts.sum() == 0 if n == 3 else counts.sum() < 2
+
+
+def test_a_count_that_was_not_0():
+    @cuda.jit
+    def kernel(counts, x):
+        store(x, load(x, T, (0, 0)) * float(count_around(counts, (0,), int32(2))), (0, 0))
+
+    with pytest.raises(Hazard, match="the count at .* is 2, where 2 are to count"):
+        meaning(kernel, np.full(1, 2, np.int32), np.zeros((16, 16), np.float32), warps=1)
 
 
 def test_what_is_refused():

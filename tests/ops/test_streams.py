@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import warpgroup, zeros
+from ops import cluster, warpgroup, zeros
 from ops.streams import Converted, Dense, Paged, Ragged
 from tiles import Hazard, bf16, fp8e4m3, fp32, ring, rt, shared, st, tensor
 from tiles.arguments import parameter
@@ -141,9 +141,10 @@ def test_converted(run, sample, aligned):
 BESIDE = st(64, 128, bf16)
 
 
-def test_parts_of_columns(run, sample):
-    """The left half of a tile from one place, the right half from another."""
-    smem = shared(k=ring(BESIDE, 2, readers=4))
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_parts_of_columns(run, sample, blocks):
+    """The left half of a tile from one place, the right half from another; each by another of two blocks, for both."""
+    smem = shared(k=ring(BESIDE, 2, readers=4, blocks=blocks))
 
     @cuda.jit(launch_bounds=(256, 1))
     def body(source, y):
@@ -157,11 +158,12 @@ def test_parts_of_columns(run, sample):
             for j in range(COUNT):
                 acc = acc + fp32(warpgroup.load(k.wait(j), rt(16, 128, bf16)))
                 k.release(j)
-            warpgroup.store(y, acc, (0, 0))
+            warpgroup.store(y, acc, (64 * cuda.blockIdx.x, 0))
+        cluster.sync()
 
-    x, y = sample((2, 64 * COUNT, 3, 64), bf16), blank((64, 128))
-    run(body, tensor(x, TILE, 1, 3), y, warps=8, shared=smem)
-    close(y, np.hstack([wide(x[1, :, h]).reshape(COUNT, 64, 64).sum(0) for h in (0, 2)]), atol=1e-5)
+    x, y = sample((2, 64 * COUNT, 3, 64), bf16), blank((64 * blocks, 128))
+    run(body, tensor(x, TILE, 1, 3), y, warps=8, shared=smem, cluster=blocks)
+    close(y, np.vstack([np.hstack([wide(x[1, :, h]).reshape(COUNT, 64, 64).sum(0) for h in (0, 2)])] * blocks), atol=1e-5)
 
 
 def test_equal_streams_are_equal():
@@ -249,7 +251,7 @@ def test_mistakes():
     refused("fill: 4 parts: .* of a multiple of 64 columns", shared(k=ring(BESIDE, 2)), TILE, 0, 4)
     refused("fill: 0 parts", RING, TILE, 0, 0)
     refused("fill: the part's number must be an integer", RING, PAGE, 0.5, 4)
-    refused("fill: 2 parts: a tile of one block", shared(k=ring(TILE, 2, blocks=2)), st(32, 64, bf16), 0, 2)
+    refused("fill: 4 parts: a tile of one block", shared(k=ring(TILE, 2, blocks=2)), PAGE, 0, 4)
 
 
 def test_mistakes_about_pages():

@@ -8,11 +8,13 @@ from ops import load_unordered, row_sum, store, store_unordered
 from tiles import bf16, fp8e4m3, fp16, fp32, rt
 from tiles.testing import blank, meaning
 
+FORMS = [  # (shape, held, dtype, first): of each three of these all combinations; first: by 16 bytes, or word by word
+    ((16, 32), fp32, fp32, 0), ((16, 32), fp32, bf16, 1), ((16, 32), fp16, fp32, 1), ((16, 32), fp16, bf16, 0),
+    ((32, 64), fp32, fp32, 1), ((32, 64), fp32, bf16, 0), ((32, 64), fp16, fp32, 0), ((32, 64), fp16, bf16, 1),
+]  # fmt: skip
 
-@pytest.mark.parametrize("first", [0, 1], ids=["by 16 bytes", "word by word"])
-@pytest.mark.parametrize("dtype", [fp32, bf16], ids=str)
-@pytest.mark.parametrize("held", [fp32, fp16], ids=str)
-@pytest.mark.parametrize("shape", [(16, 32), (32, 64)])
+
+@pytest.mark.parametrize("shape, held, dtype, first", FORMS, ids=str)
 def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
     """Of arrays of `held` as tiles of `dtype`, one of which ends within the tile."""
     T = rt(*shape, dtype)

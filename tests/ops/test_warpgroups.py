@@ -1,5 +1,7 @@
 """ops/threads/warpgroups.py and ops/memory/zero_rows.py: several warpgroups meet, clear rows, take turns."""
 
+import functools
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -12,7 +14,9 @@ from tiles.testing import blank
 FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
 
 
-def zeroed(run, sample, first, cols, dtype, groups):
+@functools.cache
+def clearing(cols, dtype, groups):
+    """(kernel, its shared memory): rows from `first` on become 0. One kernel, whatever that is."""
     S, T = st(64, cols, dtype), rt(16, cols, dtype)
     smem = tiles.shared(x=ring(S, 1, readers=4 * groups))
 
@@ -25,9 +29,14 @@ def zeroed(run, sample, first, cols, dtype, groups):
         warpgroup.zero_rows(tile, first, groups)
         warpgroup.store(y, warpgroup.load(tile, T), (0, 0))
 
+    return body, smem
+
+
+def zeroed(run, sample, first, cols, dtype, groups):
+    body, smem = clearing(cols, dtype, groups)
     x, y = sample((64, cols), dtype), blank((64, cols), dtype)
     x[max(first, 0) :] = np.nan
-    run(body, tensor(x, S), y, np.int32(first), warps=4 * groups, shared=smem)
+    run(body, tensor(x, st(64, cols, dtype)), y, np.int32(first), warps=4 * groups, shared=smem)
     x[max(first, 0) :] = 0
     assert (y == x).all()
 

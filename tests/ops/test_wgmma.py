@@ -37,16 +37,22 @@ def exact(a, b, acc=0.0):
     return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * unit
 
 
-CASES = [  # each n in two forms
-    case
+CASES = [  # each n in two forms, as compiled in one of them: each form with both dtypes, with a from registers in both products
+    (case, (i % 4 in (0, 3)) == (turn < 2))
     for turn, form in enumerate(TRANSPOSED)
-    for case in products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N[turn % 2 :: 2], EVERY_K)
+    for i, case in enumerate(products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N[turn % 2 :: 2], EVERY_K))
 ]
-CASES += products("ABt", [(tf32, tf32)], [16, 64, 176, 256], [16, 32, 64, 48])
-CASES += products("ABt", FP8, [16, 64, 176, 256, 80, 128, 32, 48], [32, 64, 96, 128, 160])
+CASES += [(case, True) for case in products("ABt", [(tf32, tf32)], [16, 64, 176, 256], [16, 32, 64, 48])]
+CASES += [(case, True) for case in products("ABt", FP8, [16, 64, 176, 256, 80, 128, 32, 48], [32, 64, 96, 128, 160])]
+RUNS = [
+    pytest.param(way, *case, marks=[pytest.mark.gpu] if way == "gpu" else [])
+    for case, compiled in CASES
+    for way in ("meaning", "ptx", "gpu")
+    if compiled or way != "ptx"
+]
 
 
-@pytest.mark.parametrize(("form", "n", "k", "dtypes", "width", "left_width", "registers"), CASES, ids=str)
+@pytest.mark.parametrize("run, form, n, k, dtypes, width, left_width, registers", RUNS, ids=str, indirect=["run"])
 def test_products(run, sample, form, n, k, dtypes, width, left_width, registers):
     """All four forms, alone and added to an accumulator, a from shared memory and from registers."""
     mm, mma, (left_turned, turned) = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), TRANSPOSED[form]

@@ -81,7 +81,7 @@ def _spread(w, found, kind):
 
 
 KINDS = r"(?:\.(v2|v4))?\.([subf](?:8|16|32|64))"
-ORDER = r"(?:\.(?:weak|volatile|relaxed|acquire|release|cta|gpu|sys|cluster))*(?:\.nc)?(?:\.L\d::\w+)*"
+ORDER = r"(?:\.(?:weak|volatile|relaxed|acquire|release|acq_rel|cta|gpu|sys|cluster))*(?:\.nc)?(?:\.L\d::\w+)*"
 
 
 @means(r"ld\.param" + KINDS)
@@ -138,6 +138,19 @@ def _(match, w, at):
     for place, x in zip(address(w, at.operands[0])[w.mask][:, None], operand(at.operands[1], kind)(w)[w.mask]):
         total = memory.load(w, place, x.nbytes).view(kind) + x  # one by one, for lanes may name the same place
         memory.store(w, place, total.view(np.uint8))
+
+
+@means(rf"atom{ORDER}\.global{ORDER}\.inc\.u32")
+def _(match, w, at):
+    to, source, end = at.operands
+    memory, before = w.block.cluster.memory, np.zeros(LANES, np.uint32)
+    places, ends = address(w, source), operand(end, np.uint32)(w)
+    for lane in np.flatnonzero(w.mask):  # one by one, for lanes may name the same place
+        place = places[[lane]]
+        before[lane] = memory.load(w, place, 4).view(np.uint32)[0, 0]
+        after = np.uint32(0) if before[lane] >= ends[lane] else before[lane] + np.uint32(1)
+        memory.store(w, place, np.array([[after]]).view(np.uint8))
+    into(w, to, before)
 
 
 @means(rf"red{ORDER}\.global{ORDER}\.add\.v4\.f32")

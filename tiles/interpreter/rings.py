@@ -25,6 +25,7 @@ class Slot:
         self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", arrivals, self._hand_back)
         self.fills, self.number, self.releases, self.place = 0, index, 0, None
         self.filling = None  # of a tile that comes in parts, until all are there: (tile, next part, parts, place of the last)
+        self.brought = 0, 1, False  # of a tile that blocks share: the part that this one brings, how many there are, columns?
         self.claims = {}  # warp -> the last tile that it claimed, and whether it has published it
 
     def _name(self, j):
@@ -55,6 +56,10 @@ class Slot:
             self.full.arrive(warp, self.ring.tile.nbytes)
         self.filling = (j, part + 1, parts, warp.place()) if part + 1 < parts else None
         across = self.ring.across(parts, source.spec.tile)
+        if self.ring.blocks > 1 and parts > 1:
+            if part != self.block.rank:
+                return
+            self.brought = part, parts, across
         for slot in self._everywhere:
             warp.load_async(self._part(slot, j, part, parts, across), slot.full, source, at, [self.empty])
 
@@ -157,7 +162,7 @@ class Slot:
     def _hand_back(self, warp):
         """All readers have released the tile: it is gone, and whoever touched it must have said so."""
         for slot in self._everywhere:
-            tile, shadow = self._part(slot, self.number), slot.block.shadow
+            tile, shadow = self._part(slot, self.number, *self.brought), slot.block.shadow
             if found := shadow.unwritable(self.empty.clock, span(tile), not self.ring.writers):
                 kind, cause = found
                 raise warp.hazard(

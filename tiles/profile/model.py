@@ -53,7 +53,7 @@ FREE = set(
     "prefetch quarter rank release_registers ring.claim ring.fill ring.publish ring.release ring.wait rows rt shared.open "
     "store_wait subtile sync sync_several tma_add tma_load tma_max tma_min tma_store truncate wait wait_group zeros "
     "ping_pong.begin ping_pong.give ping_pong.take arrive expect fence_async named_arrive named_sync persistent_tile signal "
-    "receive wait_count count_stored count_up stores_done".split()
+    "receive wait_count count_around count_stored count_up stores_done".split()
 )
 SPECIAL = set(
     "exp exp2 gelu gelu_tanh itruediv log log2 reciprocal rsqrt sigmoid silu softplus sqrt tanh truediv".split()

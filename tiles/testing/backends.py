@@ -13,7 +13,8 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
-from ..arguments import parameters
+from .. import digest
+from ..arguments import parameters, types_of
 from ..compiler import Lowered
 from ..device import INTERPRETER
 from ..dtypes import bf16, fp8e4m3
@@ -27,6 +28,8 @@ from ..values import tensor
 ONE = 1, 1, 1
 REGISTERS = 160  # that hold values at once, from where on ptxas may need more than the 255 that a thread has
 _looked_at: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture)}
+_made: dict[tuple, Any] = {}  # the last kernels that ran as compiled, by what they are made of and the code that made them
+KEPT = 32  # of these
 PATIENCE = 10  # seconds for the card
 HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any more, and waiting for it would hang as well
 
@@ -59,9 +62,21 @@ def _run(run, kernel, args, options):
     return run(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE)
 
 
+def _alike(kernel, types, arch):
+    """The kernel that was run before of those that the same code makes of the same values: a test makes one for each of its
+    parameters, also where these are arguments of a launch."""
+    name = digest.key(kernel, types, arch), id(kernel.py_func.__code__)
+    found = _made.pop(name, kernel) if name[0] else kernel
+    _made[name] = found
+    while len(_made) > KEPT:
+        del _made[next(iter(_made))]
+    return found
+
+
 def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
     """As `interpret`, by the emulator; machine code is looked at once for each kernel and types."""
-    types = tuple(p.type for p in parameters(kernel, args))
+    types = types_of(kernel, parameters(kernel, args))
+    kernel = _alike(kernel, types, arch)
     known = _looked_at.setdefault(kernel, set())
     if (types, arch) not in known:
         lowered = Lowered(kernel, types, arch, lines=True)

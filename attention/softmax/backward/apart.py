@@ -51,7 +51,8 @@ def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = Non
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem. kind: `ordered`, `stores`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
-    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, rounded=True, **kind)
+    ds_stages = 1 if variant.brings else 2  # there is room for no more
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded=True, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -65,7 +66,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, order = config.given, config.aux, config.dtype, config.order
+    GIVEN, AUX, INPUT, order, brought = config.given, config.aux, config.dtype, config.order, config.brought
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
@@ -78,19 +79,20 @@ def make(config: Config):
         ds=ring(st(ROWS, KV, INPUT), config.ds_stages, gathers, READERS),
         dq=ring(parts.tile, config.dq_stages, 1, gathers),
         sums=ring(config.of_rows, config.stages, READERS),
+        **brought.rings(1, READERS),
     )
 
     @inlined
     def publish(j, rings):
         """dS of tile j is there."""
-        q, do, ds, dq, sums = rings
+        q, do, ds, dq, sums, bias = rings
         ds.publish(j)
         sums.release(j, None, True)
 
     @inlined
     def step(j, dv, cut, rings, keys, values, at, key, scale):
         """P and dS of tile j of queries, and what becomes of dV."""
-        q, do, ds, dq, sums = rings
+        q, do, ds, dq, sums, bias = rings
         s = warpgroup.mm_ABt(keys, q.wait(j))
         if j > 0:
             publish(j - 1, rings)  # so late because the fence waits for what is stored: here the scores run
@@ -98,6 +100,7 @@ def make(config: Config):
         s = turned(warpgroup.wait(s))
         q.release(j)
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # asked anew, for registers' sake
+        at = brought.by_keys(bias, j, at, warpgroup.id())
         s, bend = variant.bent(s, at, mine)
         if BENDS:
             bend = INPUT(bend)  # for registers' sake
@@ -125,7 +128,7 @@ def make(config: Config):
     @inlined
     def gathered(j, dk, rings, every_key):
         """What becomes of dK^T by tile j of queries, and its dQ: one part leaves while the other products run."""
-        q, do, ds, dq, sums = rings
+        q, do, ds, dq, sums, bias = rings
         every, queries = ds.wait(j), q.wait(j)
         part = parts.product(0, every, every_key)
         dk = warpgroup.mma_AtB(dk, queries, every)
@@ -148,7 +151,7 @@ def make(config: Config):
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
-        k, v, q, do, ds, dq, sums = smem.open()
+        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
@@ -160,12 +163,12 @@ def make(config: Config):
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own, block, kv_head, every, key, at, group, 0)
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias), own, block, kv_head, every, key, at, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 send(gSum, dq, block, pair, every, key, at, group, 0)
         elif me == GATHERER:
             warpgroup.claim_registers(take)
-            dk, rings = zeros(DK), (q, do, ds, dq, sums)
+            dk, rings = zeros(DK), (q, do, ds, dq, sums, bias)
             if tiles > 0:
                 every_key = k.wait(0)
                 for j in range(tiles):
@@ -173,7 +176,7 @@ def make(config: Config):
             store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, kv_head, 16 * warpgroup.rank()), 1, 3, True)
         else:
             warpgroup.claim_registers(claim)
-            dv, rings = zeros(DV), (q, do, ds, dq, sums)
+            dv, rings = zeros(DV), (q, do, ds, dq, sums, bias)
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * order.start(every)))
                 here, i = here._replace(kept=variant.keep(here)), int32(0)

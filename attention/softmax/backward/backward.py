@@ -273,7 +273,7 @@ def _variant(
     masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, FACING, ready_for)
     blocked = listing and listing.blocked
-    of_scores = softcap, "alibi" in problem, bias_of(problem)
+    of_scores = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
     found = scoring and derivatives(scoring, axes)
     made = assembled(
         scale,

@@ -37,7 +37,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     for padded, (queries, kv) in again.SHAPES.items():
         for one_row in (False, True):
             read, others = again.Added(None), 64
-            yield Config(padded, padded, bf16, Biased(), kv, queries, others, None, PIECES[0], None, read, one_row=one_row)
+            yield Config(padded, padded, bf16, Biased(True), kv, queries, others, None, PIECES[0], None, read, one_row=one_row)
 
 
 @functools.cache

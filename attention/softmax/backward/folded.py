@@ -37,7 +37,7 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and not variant.scored
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.folds
 
 
 @functools.lru_cache(1024)
@@ -57,7 +57,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, order = config.given, config.aux, config.dtype, config.order
+    GIVEN, AUX, INPUT, order, brought = config.given, config.aux, config.dtype, config.order, config.brought
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     keep, claim = REGISTERS
@@ -65,15 +65,18 @@ def make(config: Config):
     bring, send, following = ways.bringing(config), ways.sending(config), ways.going(config)
 
     @inlined
-    def weighed(j, s, cut, sums, at, key, scale):
+    def weighed(j, s, cut, rings, me, at, key, scale):
         """The weights of tile j, whose scores are s."""
+        q, do, ds, dq, sums, bias = rings
+        at = brought.by_keys(bias, j, at, me)
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
-        return tiling.weights(variant.score(turned(s), at, key), lse, cut, at, key, scale)
+        s, _ = variant.bent(turned(s), at, key)
+        return tiling.weights(s, lse, cut, at, key, scale)
 
     @inlined
     def sloped(j, p, dv, values, rings, me):
         """dS of tile j, whose weights are p, for dK and, in shared memory, for dQ; and dV, under way."""
-        q, do, ds, dq, sums = rings
+        q, do, ds, dq, sums, bias = rings
         dp = warpgroup.mm_ABt(values, do.wait(j))
         weights = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, weights, do.wait(j))
@@ -87,7 +90,7 @@ def make(config: Config):
     @inlined
     def stored(j, part, rings, me):
         """The part of dQ of tile j, for a sender."""
-        q, do, ds, dq, sums = rings
+        q, do, ds, dq, sums, bias = rings
         ds.release(j)
         warpgroup.store_held(dq.claim(PARTS * j + me), part)
 
@@ -96,7 +99,7 @@ def make(config: Config):
 
         @inlined
         def step(j, slope, dk, dv, cut, rings, blocks, me, at, key, scale):
-            q, do, ds, dq, sums = rings
+            q, do, ds, dq, sums, bias = rings
             keys, values, every_key = blocks
             s = warpgroup.mm_ABt(keys, q.wait(j + 1))
             dk = warpgroup.mma_AB(dk, slope, q.wait(j))
@@ -104,7 +107,7 @@ def make(config: Config):
                 part = parts.product(me, ds.wait(j - 1), every_key.wait(0))
             s = warpgroup.wait(s, newer=2 if later else 1)
             mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # anew, for registers' sake
-            p = weighed(j + 1, s, cut, sums, at, mine, scale)
+            p = weighed(j + 1, s, cut, rings, me, at, mine, scale)
             if later:
                 part = warpgroup.wait(part)
             dk = warpgroup.wait(dk)
@@ -130,7 +133,7 @@ def make(config: Config):
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
-        k, v, q, do, ds, dq, sums = smem.open()
+        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
@@ -142,7 +145,7 @@ def make(config: Config):
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own, block, kv_head, every, key, at, group, 0)
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias), own, block, kv_head, every, key, at, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 send(gSum, dq, block, pair, every, key, at, group, 0)
         else:
@@ -151,10 +154,10 @@ def make(config: Config):
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * order.start(every)))
                 here = here._replace(kept=variant.keep(here))
-                rings, blocks_of = (q, do, ds, dq, sums), (subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me), k)
+                rings, blocks_of = (q, do, ds, dq, sums, bias), (subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me), k)
                 mine, i = int32(key + EACH * me + S.cols * warpgroup.rank()), int32(0)
                 s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))
-                p = weighed(i, warpgroup.wait(s), tiling.cut(every, order.nth(every.n, i)), sums, here, mine, scale)
+                p = weighed(i, warpgroup.wait(s), tiling.cut(every, order.nth(every.n, i)), rings, me, here, mine, scale)
                 slope, dv = sloped(i, p, dv, blocks_of[1], rings, me)
                 dv = warpgroup.wait(dv)
                 do.release(0)

@@ -52,6 +52,8 @@ def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
+    if variant.brings and padded == 64:  # there is room for no more
+        shape = shape | {"ds_stages": 1}
     if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
         shape = shape | {"rounded": False}
     return Config(padded, padded, dtype, variant, **shape, **kind)
@@ -76,7 +78,7 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
+    brought, order, learns, result, OUT = config.brought, config.order, config.learns, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
     BEND = fp32 if config.exact else INPUT
     FENCED = SHARE == 1  # has each consumer published dS?
@@ -107,8 +109,9 @@ def make(config: Config):
     def step(j, s, dk, dv, learnt, cut, rings, keys, values, me, at, coming, key, scale):
         """What becomes of dK, dV and what is learnt by tile j of queries, whose scores are s, and the scores of the next one,
         whose first query is `coming`."""
-        k, q, do, ds, dq, sums = rings
+        k, q, do, ds, dq, sums, bias = rings
         dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
+        at = brought.by_keys(bias, j, at, me // SHARE)
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
         s, bend = variant.bent(s, at, key)
@@ -163,7 +166,7 @@ def make(config: Config):
         """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
         and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
         before the variant made something of it, it was `unit` Q K^T."""
-        k, v, q, do, ds, dq, sums = smem.open()
+        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
@@ -178,7 +181,7 @@ def make(config: Config):
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums), own, block, kv_head, every, key, at, group, above)
+                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias), own, block, kv_head, every, key, at, group, above)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 send(gSum, dq, block, pair, every, key, at, group, above)
         else:
@@ -188,7 +191,7 @@ def make(config: Config):
             sequences.clear(values, own.keys - key, CONSUMERS)
             keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
-            rings = k, q, do, ds, dq, sums
+            rings = k, q, do, ds, dq, sums, bias
             queries = whole(q.wait(0), own.queries - ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)

@@ -14,7 +14,7 @@ from tiles.schema import Problem
 
 from ...families import choose
 from ..assembled import Assembled
-from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
+from ..launches import DTYPES, LOG2_E, Before, in_tiles, made_for, sequences_of, spread, variant_arrays
 from ..ready import Listing, check
 from ..sequences import Batched
 from ..variants import Variant
@@ -25,7 +25,8 @@ from .lists import listed
 from .order import SHARING, Turns
 from .results import Written
 
-FEW = {64: 1024, 128: 512}  # by head_dim: up to how many keys those store dQ's parts first that have the last ones
+FEW = {64: 1024, 128: 1024}  # by head_dim: up to how many keys those store dQ's parts first that have the last ones
+CLOSE, SHORT = 8, 2048  # multiprocessors that work on one pair at a time, causal, up to how many keys
 IN_LINE = 16  # multiprocessors that work on one pair at a time in order, where no query sees more keys than others
 
 
@@ -50,9 +51,10 @@ def planned(
         return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
     (lie, where), dtype, gpu = sequences_of(problem), DTYPES[problem.dtype], machine(problem.device)
     tma = choose(problem, family) == "sm_90"
-    plain = tma and lie is Batched and not (aux or reads or listing or adds or made.variant.draws)
-    if plain and wide.serves(head_dim, made.variant, value_dim):
+    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or made.variant.draws)
+    if plain and not reads and wide.serves(head_dim, made.variant, value_dim):
         return planned_wide(problem, made, scale)
+    variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
     few = FEW.get(head_dim, 0) if plain else 0
@@ -65,12 +67,12 @@ def planned(
     kind |= {"learns": learns}
     module: Any
     config: hopper.Config | ampere.Config
-    if plain and apart.serves(head_dim, made.variant, value_dim):
-        module, config = apart, apart.config_for(head_dim, dtype, made.variant, value_dim, **in_order)
+    if plain and apart.serves(head_dim, variant, value_dim):
+        module, config = apart, apart.config_for(head_dim, dtype, variant, value_dim, **in_order)
     elif plain and folded.serves(head_dim, made.variant, value_dim):
         module, config = folded, folded.config_for(head_dim, dtype, made.variant, value_dim, **in_order)
     elif tma:
-        module, config = hopper, hopper.config_for(head_dim, dtype, made.variant, value_dim, **kind)
+        module, config = hopper, hopper.config_for(head_dim, dtype, variant, value_dim, **kind)
     else:
         at_once, room = problem.bytes_at_once(), gpu.shared_bytes
         module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, **kind)
@@ -118,7 +120,7 @@ def planned(
         blocks=blocks,
         heads=kv_heads,
         pairs=batch * kv_heads,
-        band=band_of(made.variant.rising, ordered, gpu.processors),
+        band=band_of(made.variant.rising, ordered, gpu.processors, kv_len if plain else math.inf),
         group=group,
         scale=made.unit * LOG2_E,
         unit=scale,
@@ -163,10 +165,11 @@ def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: 
     return each_sees and (ordered or (variant.rising and keys <= few))
 
 
-def band_of(rising: bool, ordered: bool, processors: int) -> int:
-    """How many pairs of key head and batch are gone through at once: see tiling.band_of. Blocks that add to dQ in
-    order wait for each other when they begin, the longer the more of a pair begin at once."""
-    return max(1, processors // SHARING) if rising else max(1, processors // IN_LINE) if ordered else 1
+def band_of(rising: bool, ordered: bool, processors: int, keys: float = math.inf) -> int:
+    """How many pairs of key head and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
+    to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
+    sharing = CLOSE if keys <= SHORT and not ordered else SHARING
+    return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
 
 
 def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:

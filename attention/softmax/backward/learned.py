@@ -12,7 +12,7 @@ from ..asked import AUX
 from ..assembled import Assembled
 from ..derivative import Derivatives
 from ..launches import LOG2_E, Before
-from . import again, bias, elements
+from . import again, bias, bias_hopper, elements
 
 AT_ONCE = 2 * elements.SHARED_BY  # shares of a multiprocessor, at least, where there are so many blocks of keys
 GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
@@ -68,14 +68,23 @@ class Learned:
     def of_bias(self, read: again.Added) -> None:
         """The gradient of a bias."""
         batch, heads, batches, own_heads, rows = self.problem("NHWXY")
-        one_row = rows == 1
-        own_tiles = 1 if one_row else self.tiles
-        shared_by = {"batches": batch // batches, "heads": heads // own_heads, "tiles": self.tiles // own_tiles}
-        own = {"own_heads": own_heads, "own_tiles": own_tiles}
-        grid = batches * own_heads * own_tiles * self.blocks
-        config = bias.Config(**self.kind(read), one_row=one_row, adds=self.config.adds)
-        extents = own | shared_by | {"blocks": self.blocks}
-        self.late.launch(bias, config, grid, gDBias=self.problem["dbias"], **extents, **self.shape, **self.told)
+        one_row, by_tiles = rows == 1, bias_hopper.serves(self.config, read)
+        module: Any
+        config: Any
+        if by_tiles:
+            module, config = bias_hopper, bias_hopper.config_for(self.config)
+            own_tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
+        else:
+            module, config = bias, bias.Config(**self.kind(read), one_row=one_row, adds=self.config.adds)
+            own_tiles, blocks = 1 if one_row else self.tiles, self.blocks
+        extents = {"own_heads": own_heads, "own_tiles": own_tiles, "blocks": blocks}
+        extents |= {"batches": batch // batches, "heads": heads // own_heads}
+        every = batches * own_heads * own_tiles * blocks
+        if by_tiles:
+            extents["every"], every = every, min(every, self.processors)
+        else:
+            extents["tiles"] = self.tiles // own_tiles
+        self.late.launch(module, config, every, gDBias=self.problem["dbias"], **extents, **self.shape, **self.told)
 
     def dealt(self) -> tuple[int, int, int, int]:
         """(batches, heads, tiles of queries, blocks of keys) that thread blocks go through, or of packed sequences (1, heads,

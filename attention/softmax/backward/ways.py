@@ -69,6 +69,7 @@ def memory(config: Config):
         ds=ring(st(config.rows, config.kv, config.dtype), config.ds_stages, READERS, READERS // config.share),
         dq=ring(config.parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
         sums=ring(config.of_rows, config.stages, READERS),
+        **config.brought.rings(1, READERS),
     )
 
 
@@ -76,14 +77,14 @@ def bringing(config: Config, ahead: bool = False):
     """What the producer's first warp does. ahead: consumers ask for one tile of queries more than there are, and for keys and
     values even if there are none."""
     KV, ROWS, AHEAD = config.kv, config.rows, ahead
-    tiling, order, sequences = config.tiling, config.order, config.sequences
+    tiling, order, sequences, brought = config.tiling, config.order, config.sequences, config.brought
 
     @inlined
     def bring(arrays, rings, own, block, kv_head, every, key, at, group, above):
         """A block of keys and values, and all tiles of queries that see it, `above` of all being of sequences before. (It
         counts, for a division takes the producer's time, and a loop in a loop its registers.)"""
         gK, gV, gQ, gDO, gSums = arrays
-        k, v, q, do, sums = rings
+        k, v, q, do, sums, bias = rings
         tiles, head, place = int32(group * every.n), int32(group * kv_head), order.start(every)
         at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
         if AHEAD or tiles > 0:
@@ -94,6 +95,7 @@ def bringing(config: Config, ahead: bool = False):
             tile = tiling.number(every, place, key, at, group)
             begins = sequences.begins(own.query, tile, ROWS)
             q.fill(j, gQ, (own.batch, begins, head))
+            brought.fill(bias, j, at.given, (at.batch, head, int32(ROWS * tile), block))
             if j == 0 and not AHEAD:
                 v.fill(0, gV, at_keys)
             do.fill(j, gDO, (own.batch, begins, head))

@@ -42,7 +42,7 @@ class Config(ByKeys):
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Are these kernels for such heads?"""
-    return max(head_dim, value_dim or 0) > 128 and not variant.scored
+    return max(head_dim, value_dim or 0) > 128 and variant.light
 
 
 @functools.lru_cache(1024)
@@ -65,7 +65,7 @@ def make(config: Config):
     variant, tiling, sequences, order = config.variant, config.tiling, config.sequences, config.order
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
-    each, both = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
+    each, both, BENDS = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.bends
     keep, claim = REGISTERS
     smem = shared(
         k=ring(config.key, 1, each),
@@ -78,10 +78,15 @@ def make(config: Config):
 
     @inlined
     def weighed(j, s, sums, here, key, cut, scale):
-        """exp2(`scale` s - lse) of tile j's scores."""
+        """exp2(`scale` s - lse) of tile j's scores, and the same times the derivatives of these."""
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
         sums.release(j)
-        return turned(tiling.weights(variant.score(turned(s), here, key), lse, cut, here, key, scale))
+        s, bend = variant.bent(turned(s), here, key)
+        p = tiling.weights(s, lse, cut, here, key, scale)
+        if BENDS:
+            return turned(p), turned(p * bend)
+        else:
+            return turned(p), turned(p)
 
     @inlined
     def sloped(j, dp, p, sums):
@@ -93,12 +98,12 @@ def make(config: Config):
         return turned(turned(fp32(weights)) * (turned(dp) - delta))
 
     @inlined
-    def handed(j, weights, p):
-        """Tile j's weights, for the other consumer, too."""
-        weights = INPUT(weights)
-        warpgroup.store(p.claim(j), weights)
+    def handed(j, found, p):
+        """Tile j's weights, and, times derivatives, for the other consumer."""
+        weights, bent = found
+        warpgroup.store(p.claim(j), INPUT(bent))
         p.publish(j, True)
-        return weights
+        return INPUT(weights)
 
     @inlined
     def place(j, every, at, group, kv_head):

@@ -64,7 +64,7 @@ def make(config: Config):
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     DQ, S = rt(16, config.head_dim, fp32), rt(16, config.kv, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
-    keep, claim = REGISTERS
+    BENDS, (keep, claim) = variant.bends, REGISTERS
     smem = shared(
         q=ring(config.query, 1, readers),
         do=ring(config.dout, 1, readers),
@@ -82,7 +82,10 @@ def make(config: Config):
         """What becomes of dQ by key block j, whose scores are s, and the scores of the next one."""
         q, do, k, v = rings
         dp = warpgroup.mm_ABt(rows_of(do.wait(0)), v.wait(j))
-        p = tiling.weights(variant.score(s, here, key), lse, cut, here, key, scale)
+        s, bend = variant.bent(s, here, key)
+        p = tiling.weights(s, lse, cut, here, key, scale)
+        if BENDS:
+            p = p * bend
         dp = warpgroup.wait(dp)
         v.release(j)
         slope = INPUT(p * (dp - delta))

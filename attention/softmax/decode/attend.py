@@ -3,7 +3,8 @@
 Memory sets the speed: keys and values are read once, and each serves but a few rows. So the query heads that share a key head
 and all tokens are the rows of one tile, and a block's warps share the keys: each has some of every tile, which it brings, reads
 and weighs by itself, so that no warp waits for another before the end. There their parts are added, and where several blocks
-share a sequence's keys, those of the blocks, by combine.py. Which keys a block works on, splits.py says.
+share a sequence's keys, those of the blocks: by the last of them to end, or by a launch behind this one (combine.py). Which
+keys a block works on, splits.py says.
 
 On Hopper the kernel begins while the one before it ends, and waits for it before it reads; so does combine.py's.
 """
@@ -20,6 +21,7 @@ from numpy import int32
 from ops import (
     block,
     columns,
+    count_around,
     divmod,
     exp2,
     finish_sum,
@@ -33,7 +35,7 @@ from ops import (
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
-from tiles.arguments import FLOAT, INT, array, record
+from tiles.arguments import FLOAT, INT, TURNS, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
@@ -41,6 +43,8 @@ from ..norms import Normed
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
+from .combine import COLUMNS as SLAB_OF_PARTS
+from .combine import Joining
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
 from .products import Narrow, NarrowByKey, Same
 from .reach import Reach
@@ -56,7 +60,8 @@ class Config:
     """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
     every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights.
     split: which keys a block works on. early: may it begin while the grid before it ends? lie: how query tokens lie. axes: how
-    many each array has that the variant's functions read. keys_norm: what becomes of keys before their scores."""
+    many each array has that the variant's functions read. keys_norm: what becomes of keys before their scores. joins: does the
+    last block to end, of those that share a sequence, add up their parts?"""
 
     head_dim: int
     value_dim: int
@@ -76,6 +81,7 @@ class Config:
     lie: type[Alike] = Alike
     axes: tuple[int, ...] = ()
     keys_norm: AsTheyAre = AS_THEY_ARE
+    joins: bool = False
 
     @property
     def kv(self):
@@ -91,13 +97,14 @@ class Config:
     def given(self):
         """What the kernel is told of all these."""
         parts = self.reach, self.cache, self.product, self.keys_norm, self.variant, self.sums, self.result, self.lie(self.band)
-        return record(**{name: what for part in parts for name, what in part.given.items()})
+        joined = {"ended": TURNS, **Whole(self.product.wide, 2).given} if self.joins else {}
+        return record(**{name: what for part in parts for name, what in part.given.items()} | joined)
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
         kind = f"{dims} {self.product}{self.keys_norm} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}"
-        return f"{kind}, {self.band} x {self.kv}" + " early" * self.early
+        return f"{kind}, {self.band} x {self.kv}" + " joins" * self.joins + " early" * self.early
 
 
 BAND = 16  # rows of a tile
@@ -115,6 +122,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
 SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times
+NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
 SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
     99 * 1024: {64: (32, 4, 2, 1)},
@@ -129,7 +137,7 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
     sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE,
+    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, joins: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, in the shape of the greater one. tall: there are rows for more than one tile."""
@@ -142,12 +150,15 @@ def config_for(
         high = high | SHARED_TALL if plain else high
     tall = tall and keys_norm.slim and dim in high
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
-    if product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
+    parted = split is Parted and room == LARGE and band == BAND and dim in NARROW
+    if parted and type(product) is Narrow and type(cache) is Dense:
+        keys, warps, stages, resident = NARROW[dim]
+    elif product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
         warps, resident = 2 * warps, 1
     if product.by_key and band > BAND and keys > BAND:  # there are not registers for the numbers of so many
         keys, stages = keys // 2, 2 * stages
     shape = band, keys, warps, stages, resident
-    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes, keys_norm)
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes, keys_norm, joins)
 
 
 def either(of: dtype, piece: int) -> Either:
@@ -159,21 +170,33 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
     plain, room = Variant(), ROOM.get(arch, LEAST)
     early = arch >= "sm_90"
-    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
-    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
+    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted], bool]]
+    kinds = [
+        (Reach(False, False, False), Dense, either, Shares, False),
+        (Reach(False, True, False), Paged, either, Shares, True),
+    ]
     if everything:
-        kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
+        kinds += [
+            (Reach(True, True, False), Indexed, Part, Parted, True),
+            (Reach(False, True, True), Paged, Whole, Parted, False),
+        ]
     forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (
         arch not in ("sm_80", "sm_86")
     )
     if everything:
         forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
-        for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
+        config_for(
+            dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room, joins=joins
+        )
+        for (of, piece), dim, (reach, cache, result, split, joins), tall in itertools.product(
+            forms, SHAPES, kinds, (False, True)
+        )
     ]
     if arch not in ("sm_80", "sm_86"):  # keys that have numbers of their own
         by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
+        dense, part = Dense(piece), Part(bf16, piece)
+        found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, early, False, room))
         for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (Dense, Paged), (False, True)):
             lies, given = cache(piece), either(bf16, piece)
             found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, early, tall, room))
@@ -207,7 +230,8 @@ def make(config: Config):
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
     norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IN_PARTS = type(result) is not Whole
+    IN_PARTS, JOINS, joining = type(result) is not Whole, config.joins, Joining(sums)
+    OUT_SLABS = -(-config.value_dim // SLAB_OF_PARTS)
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
     Q, ROWS = rt(BAND, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(BAND, config.head_dim, fp32)
@@ -261,7 +285,7 @@ def make(config: Config):
             y = product.queries(norm.queries(x, head, Q.cols * i, at.given))
             store(subtile(made, BAND, 0, Q.cols, i), y)
             known = norm.more(known, x, y, head, Q.cols * i, at.given)
-        block.sync()
+        block.sync(fenced=True)
         return made, norm.whole(known, scratch)
 
     @inlined
@@ -277,6 +301,18 @@ def make(config: Config):
             o = product.columns(o, unit)
             result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
 
+    @inlined
+    def join(found, spot, heads, rows, band, scale, given):
+        """Make the parts of these rows one, if this block has written the last of them."""
+        block.sync()
+        warp, pair = int32(cuda.threadIdx.x // LANES), int32(found.sequence * heads + spot.head)
+        if block.reduce_any(warp == 0 and count_around(given.ended, (pair, band), found.count)):
+            held, outputs = (given.parts, given.sums), (given.out, given.lse)
+            for i in range(warp, rows * OUT_SLABS, WARPS):
+                row, slab = divmod(i, OUT_SLABS)
+                row, col = int32(spot.row + row), int32(SLAB_OF_PARTS * slab)
+                joining.store(held, outputs, found, spot.head, row, col, spot.group, scale, given)
+
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN, aux: AUX,
@@ -287,7 +323,7 @@ def make(config: Config):
         opened = smem.open()
         q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
         if EARLY:
-            if IN_PARTS:
+            if IN_PARTS and not JOINS:
                 grid.release()  # combine.py's blocks may come, and wait
             grid.wait()
         rest, band = divmod(cuda.blockIdx.x, bands)
@@ -363,6 +399,8 @@ def make(config: Config):
                 add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, spot, given)
             if warp == 0:
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
+            if JOINS and not result.joins(spot):
+                join(split.parts_of(work, splits), spot, heads, int32(last_row + 1 - row), band, scale, given)
             work = split.next(work, tokens, given)
             if work.left > 0:
                 block.sync()  # nobody reads addends any more, which lie where values will

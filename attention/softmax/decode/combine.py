@@ -10,7 +10,7 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import col_sum, divmod, exp2, grid, load, log2, maximum, row_index, store, tile_max, tile_sum, where, zeros
-from tiles import bf16, dtype, fp16, fp32, rt
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 
@@ -20,7 +20,37 @@ from .reach import Reach
 from .splits import Parted, Shares
 
 AT_ONCE, COLUMNS = 16, 64  # parts that a block adds at a time, and of how many columns
+PART = rt(AT_ONCE, COLUMNS, fp32)
 EACH = Parted()
+
+
+@static
+class Joining:
+    """How a row's parts become its output. sums: what joins the sum of weights."""
+
+    sums: Variant
+
+    @inlined
+    def store(self, held, outputs, found, head, row, col, group, scale, given):
+        """Write COLUMNS columns, from `col` on, and the row's log-sum-exp. held: (parts, sums), outputs: (out, lse), as
+        results.py has them; found: the sequence's Parts."""
+        (parts, sums), (out, lse) = held, outputs
+        token, member = divmod(row, group)
+        at = At(found.sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
+        m, l, o = self.sums.lowest(at), float32(0.0), zeros(PART.row_vec)
+        for n in range(0, found.count, AT_ONCE):
+            exists = row_index(PART.col_vec) + n < found.count
+            sizes = load(sums, PART.col_vec, (int32(found.first + n), found.of, head, row), cols=0)
+            part = load(parts, PART, (int32(found.first + n), found.of, head, row, col), 0, 4, True)
+            sizes = where(exists, sizes, -math.inf)
+            most = max(m, tile_max(sizes))
+            lag, weights = exp2((m - most) * scale), exp2((sizes - most) * scale)
+            part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
+            m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
+        l = self.sums.total(l, m, scale, at)
+        store(out, o / maximum(l, TINY), (found.sequence, token, head, member, col))
+        if lse.shape[0] > 0:
+            lse[found.sequence, head, member, token] = (m * scale + log2(l)) * LN2
 
 
 @dataclass(frozen=True)
@@ -48,7 +78,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    sums, split, EARLY, PART = config.sums, config.split, config.early, rt(AT_ONCE, COLUMNS, fp32)
+    sums, split, EARLY, joining = config.sums, config.split, config.early, Joining(config.sums)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
@@ -60,26 +90,10 @@ def make(config: Config):
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)
-        sequence, first, of, count = split.parts(number, splits, sequences, tokens, given)
-        if EARLY and (count > 1 or cuda.blockIdx.x == 0):  # one block at least, so that this grid ends after that one
+        found = split.parts(number, splits, sequences, tokens, given)
+        if EARLY and (found.count > 1 or cuda.blockIdx.x == 0):  # one block at least, so that this grid ends after that one
             grid.wait()
-        if count > 1:
-            token, member = divmod(row, group)
-            col = int32(COLUMNS * slab)
-            at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
-            m, l, o = sums.lowest(at), float32(0.0), zeros(PART.row_vec)
-            for n in range(0, count, AT_ONCE):
-                exists = row_index(PART.col_vec) + n < count
-                sizes = load(sums_, PART.col_vec, (int32(first + n), of, head, row), cols=0)
-                part = load(parts, PART, (int32(first + n), of, head, row, col), 0, 4, True)
-                sizes = where(exists, sizes, -math.inf)
-                most = max(m, tile_max(sizes))
-                lag, weights = exp2((m - most) * scale), exp2((sizes - most) * scale)
-                part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
-                m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
-            l = sums.total(l, m, scale, at)
-            store(out, o / maximum(l, TINY), (sequence, token, head, member, col))
-            if lse.shape[0] > 0:
-                lse[sequence, head, member, token] = (m * scale + log2(l)) * LN2
+        if found.count > 1:
+            joining.store((parts, sums_), (out, lse), found, head, row, int32(COLUMNS * slab), group, scale, given)
 
     return combine, None

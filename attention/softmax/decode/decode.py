@@ -161,8 +161,8 @@ def decode(
     What becomes of a score: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
     aux. Here h may be a vector, of the rows' heads.
 
-    splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
-    up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
+    splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which are then added up, by
+    the last block to end or by a second launch. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
     lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where queries lie one behind the
     other, or caches are whole, shapes decide into how many parts each goes.
 
@@ -173,21 +173,26 @@ def decode(
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError or TypeError, before anything is launched, names the argument and prints the values."""
-    left, right = ends_of(window)
-    options = (  # of every step of a server: each line costs it
-        flag("causal", causal),
-        left,
-        right,
-        None if softcap is None else positive("softcap", softcap),
-        parts_of(splits),
-        None if mask is None else named("mask", mask),
-        None if score is None else named("score", score),
-        flag("interleaved", interleaved),
-        0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
-        None if scale is None else number("scale", scale),
-        flag("return_lse", return_lse),
-        family,
-    )
+    if (
+        window is softcap is splits is mask is score is scale is family is q_norm is k_norm is k_new_norm is None
+        and causal is True
+        and interleaved is return_lse is False
+    ):
+        options = PLAIN  # of every step of a server: each line costs it
+    else:
+        options = (
+            flag("causal", causal),
+            *ends_of(window),
+            None if softcap is None else positive("softcap", softcap),
+            parts_of(splits),
+            None if mask is None else named("mask", mask),
+            None if score is None else named("score", score),
+            flag("interleaved", interleaved),
+            0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
+            None if scale is None else number("scale", scale),
+            flag("return_lse", return_lse),
+            family,
+        )
     if k_new is v_new is rotary is None:
         if not (cu_seqlens_new is positions is k_new_norm is None):
             told = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
@@ -247,6 +252,7 @@ def parts_of(splits):
     return int(splits)
 
 
+PLAIN: tuple[Any, ...] = True, None, None, None, None, None, None, False, 0.0, None, False, None  # options that say nothing
 NO_GRADIENT = "attention.decode has no gradient: attention.forward has"
 
 
@@ -265,6 +271,7 @@ def _decode(
     scale: float | None,
     return_lse: bool,
     family: str | None,
+    kept: bool = False,
 ) -> Plan:
     """How decode does calls of this form; lse is never given."""
     check_extents(problem)
@@ -289,7 +296,7 @@ def _decode(
     few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
     if several and splits in (None, 1) and not few:
         return of_many(problem, asked, before, norms, most_keys, family, out, lse)
-    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
+    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, kept, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)

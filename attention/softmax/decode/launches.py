@@ -1,6 +1,7 @@
 """The launches of attention.decode: what serves a problem, and what its kernels are bound to."""
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,8 +9,9 @@ from typing import Any, NamedTuple
 from tiles.arrays import Operand
 from tiles.device import hopper as is_hopper
 from tiles.device import machine
+from tiles.kept import COUNTS, MOST
 from tiles.launch import kernel_for
-from tiles.program import Plan, Step
+from tiles.program import Fill, Kept, Plan, Step
 from tiles.schema import Problem
 
 from ...cache import append as appending
@@ -35,6 +37,9 @@ TILES = "q", "k", "v", "out"
 FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
 
 
+LONE = 512  # parts of rows that the last block to end adds up; where it had more, the blocks of a launch of their own do
+
+
 class Asked(NamedTuple):
     """Which keys tokens see and what becomes of their scores; mask and score are functions, which read aux."""
 
@@ -53,7 +58,7 @@ class Before(NamedTuple):
     the keys in use then."""
 
     steps: list[Step]
-    scratch: list[tuple[tuple[int, ...], str]]
+    scratch: list[Any]
     queries: Operand
     told: dict[str, Any]
 
@@ -112,11 +117,13 @@ def of_few(
     most_keys: int,
     splits: int | None,
     family: str | None,
+    kept: bool,
     out: Operand,
     lse: Operand | None,
 ) -> Plan:
     """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys. family: sm_90 if asked for;
-    Hopper's tiles serve what more than one of the others would take. ValueError."""
+    Hopper's tiles serve what more than one of the others would take. kept: may a launch have what its stream keeps?
+    ValueError."""
     batch, tokens, heads, head_dim, kv_heads, value_dim, sequences = problem("BSHDGVN")
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
@@ -139,13 +146,13 @@ def of_few(
     tma = choose(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > attend.MOST)
     kernels, held = (hopper, _held(problem, asked)) if tma else (attend, None)
 
-    def config(split: type[Parted], result: Whole | Either) -> Any:
-        joins = Variant() if result is part else sums
+    def config(split: type[Parted], result: Whole | Either, joins: bool = False) -> Any:
+        joined = Variant() if result is part and not joins else sums
         if tma:
-            return hopper.config_for(head_dim, value_dim, dtype, variant, reach, held, result, joins, split, axes)
-        kind = variant, reach, cache, result, joins, split, early
+            return hopper.config_for(head_dim, value_dim, dtype, variant, reach, held, result, joined, split, axes)
+        kind = variant, reach, cache, result, joined, split, early
         shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
-        return attend.config_for(head_dim, value_dim, product, *kind, *shape)
+        return attend.config_for(head_dim, value_dim, product, *kind, *shape, joins)
 
     chosen, evenly = config(Parted, whole), "lengths" in problem and not packed and batch > 1  # are all keys shared out?
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
@@ -168,15 +175,27 @@ def of_few(
         if evenly:
             blocks, places, of_split = number, (number + batch, 1), of_keys
             ends = batch if batch <= number else number - 1
-        else:
-            chosen = config(Parted, part)
         shapes = (*places, kv_heads, rows, value_dim), (*places, kv_heads, rows)
-        parts, weights = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
+        ended = (batch * kv_heads, bands)
+        joins = kept and not tma and not packed and _alone(number, shapes, ended)
+        if joins or not evenly:
+            chosen = config(Shares, Either(whole, part), joins) if evenly else config(Parted, part, joins)
+        at = len(scratch)
         scratch = [*scratch, *((shape, "float32") for shape in shapes)]
-        last, slabs = combine.Config(dtype, sums, split, early), -(-value_dim // combine.COLUMNS)
-        given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
-        steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
-        to = {"parts": parts, "sums": weights, **(to if evenly else {})}
+        parts, weights = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, at)]
+        if joins:
+            done = problem.scratch(at + 2, ended, "int32")
+            to |= {"parts": parts, "sums": weights, "ended": done}
+            if problem.device is None:
+                scratch, before = [*scratch, (ended, "int32")], before._replace(steps=[*before.steps, Fill(done, 0)])
+            else:
+                room, more = (math.prod(shape) * 4 for shape in shapes)
+                scratch = [*scratch[:at], Kept(COUNTS, room), Kept(COUNTS + room, more), Kept(0, COUNTS)]
+        else:
+            last, slabs = combine.Config(dtype, sums, split, early), -(-value_dim // combine.COLUMNS)
+            given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
+            steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
+            to = {"parts": parts, "sums": weights, **(to if evenly else {})}
     sized = {"page_size": problem("T")[0]} if held is not None and held.paged else {}
     first = kernel_for(kernels, chosen, problem.device).bind(
         blocks * kv_heads * bands,
@@ -196,6 +215,13 @@ def of_few(
         **to,
     )
     return Plan([*before.steps, first, *steps], scratch)
+
+
+def _alone(number: int, shapes: tuple, ended: tuple) -> bool:
+    """Is it well that the last block to end adds up, and is there memory?"""
+    rows = shapes[1][-1]
+    room = COUNTS + sum(math.prod(shape) * 4 for shape in shapes)
+    return number * min(rows, attend.MOST) <= LONE and math.prod(ended) * 4 <= COUNTS and room <= MOST
 
 
 def cache_of(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:

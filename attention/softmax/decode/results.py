@@ -1,5 +1,5 @@
 """Where a block's rows of the output go, as objects with the same methods: to the caller, or among the parts of a sequence
-that combine.py makes one."""
+that are made one (combine.py)."""
 
 import math
 from typing import Any, NamedTuple

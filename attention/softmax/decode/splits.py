@@ -1,5 +1,5 @@
 """Which keys a block works on, as objects with the same methods. Keys come in tiles; what a block has seen of a sequence is a
-part of it, and combine.py makes one of several parts.
+part of it; several parts are then made one (combine.py).
 
 Lengths lie on the device and are never read by the host, so that a plan, and a CUDA graph, serves sequences as they grow: each
 block finds out for itself what it has to do, from all lengths."""
@@ -32,6 +32,8 @@ class Work(NamedTuple):
     part: Any
     of: Any
     left: Any
+    before: Any
+    each: Any
 
 
 class Parts(NamedTuple):
@@ -72,7 +74,7 @@ class Parted:
         tiles = self.tiles(sequence, tokens, given)
         each, _ = divmod(int32(tiles + splits - 1), splits)
         tile = int32(min(each * split, tiles))
-        return Work(sequence, tile, int32(min(tile + each, tiles)), tiles, split, sequence, int32(1))
+        return Work(sequence, tile, int32(min(tile + each, tiles)), tiles, split, sequence, int32(1), int32(0), each)
 
     @inlined
     def next(self, work, tokens, given):
@@ -83,6 +85,11 @@ class Parted:
     def parts(self, number, splits, sequences, tokens, given):
         """The Parts of the sequence that block number `number` combines."""
         return Parts(number, int32(0), number, splits)
+
+    @inlined
+    def parts_of(self, work, splits):
+        """The Parts of the sequence that a block works on."""
+        return Parts(work.sequence, int32(0), work.of, splits)
 
 
 class Shares(Parted):
@@ -130,16 +137,25 @@ class Shares(Parted):
         begin = int32(min(each * number, every - 1))
         sequence, before = self.find(begin, sequences, tokens, given)
         tiles, tile, left = self.tiles(sequence, tokens, given), int32(begin - before), int32(min(each, every - each * number))
-        return Work(sequence, tile, int32(min(tile + left, tiles)), tiles, int32(number + sequence), int32(0), left)
+        part, end = int32(number + sequence), int32(min(tile + left, tiles))
+        return Work(sequence, tile, end, tiles, part, int32(0), left, before, each)
 
     @inlined
     def next(self, work, tokens, given):
         """See Parted."""
         left, sequence, tiles = int32(work.left - (work.end - work.tile)), work.sequence, work.tiles
+        before, part = int32(work.before + tiles), int32(work.part + 1)
         if left > 0:
             sequence = int32(sequence + 1)
             tiles = self.tiles(sequence, tokens, given)
-        return Work(sequence, int32(0), int32(min(left, tiles)), tiles, int32(work.part + 1), int32(0), left)
+        return Work(sequence, int32(0), int32(min(left, tiles)), tiles, part, int32(0), left, before, work.each)
+
+    @inlined
+    def parts_of(self, work, shares):
+        """See Parted."""
+        share, _ = divmod(work.before, work.each)
+        last, _ = divmod(int32(work.before + work.tiles - 1), work.each)
+        return Parts(work.sequence, int32(share + work.sequence), int32(0), int32(last - share + 1))
 
     @inlined
     def parts(self, number, shares, sequences, tokens, given):

@@ -96,6 +96,26 @@ def test_variants(place, name, head_dim, family):
     agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, **VARIANTS[name])
 
 
+BROUGHT = {
+    64: dict(bias=draw((2, 1, 140, 136), BF16, 3), softcap=2.0, causal=True),
+    128: dict(bias=draw((1, 2, 140, 136), FP16, 3), alibi=np.array([0.5, 0.1], F32), window=(60, 0)),
+    256: dict(bias=draw((1, 1, 140, 136), BF16, 3)),
+}
+
+
+@pytest.mark.parametrize("head_dim", BROUGHT)
+def test_a_bias_that_tma_brings(place, head_dim):
+    """Its gradient, too, which has a kernel of its own, but of wide heads."""
+    options, (q, k, v) = BROUGHT[head_dim], inputs(2, 140, 136, 2, 1, head_dim)
+    dout, given, put = draw(q.shape, q.dtype), there(place, options), [place.put(x) for x in (q, k, v)]
+    out, lse = attention.forward(*put, return_lse=True, **given)
+    dbias = place.put(np.full(options["bias"].shape, np.nan, F32))
+    got = attention.backward(place.put(dout), *put, out, lse, **given, dbias=dbias, family="sm_90")
+    ref, low = (f(dout, q, k, v, **options, dbias=True) for f in (reference.backward, reference.backward_low))
+    for name, *each in zip(("dq", "dk", "dv", "dbias"), map(place.get, got), ref, low, strict=True):
+        reference.assert_close(*each, factor=3, name=name)
+
+
 def test_what_sees_nothing_has_no_gradient(place):
     """More queries than keys: the first see none. A window: the first keys are seen by none."""
     dq, *_ = agree(place, *inputs(1, 200, 60, 1, 1, 128), causal=True)

@@ -1,0 +1,41 @@
+"""Products of many rows whose blocks work by pairs, which read tiles of weights once: those of several waves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from references import compare
+from test_since_ampere import normal
+
+import fuse
+from fuse import fused, operators
+from fuse.cost import H200
+from fuse.templates.many_rows import LONE, schedule
+
+SHAPES = {  # of each operator's arguments; of turned ones the weights lie as torch has them
+    "gated_mlp": ((200, 72), (72, 136), (72, 136)),
+    "gated_mlp, turned": ((200, 72), (72, 136), (72, 136)),
+    "lora_linear": ((200, 136), (136, 264), (136, 16), (16, 264)),
+    "lora_linear, turned": ((200, 136), (136, 264), (136, 16), (16, 264)),
+    "expert_linear": ((2, 200, 72), (2, 72, 264)),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_results(case, monkeypatch):
+    """Of two blocks, the second of which has fewer rows; each brings one of two weights to both, or half of one."""
+    monkeypatch.setattr(fused, "card", lambda ordinal: replace(H200, processors=1))
+    monkeypatch.setenv("TILES_CHECK", "0")
+    name, _, turned = case.partition(", ")
+    arrays = [normal(*shape) for shape in SHAPES[case]]
+    arrays = [np.ascontiguousarray(x.T).T if turned and n else x for n, x in enumerate(arrays)]
+    kernel = fuse.kernel(getattr(operators, name).definition)
+    assert "BLOCKS = 2, 2, 4, 1, " in kernel.source(*arrays)
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
+def test_when():
+    """Where there are several waves, and hardly a block has no peer; not where no tile leaves."""
+    assert schedule(4096, 6144, 1, 132).blocks == 2 and schedule(512, 6144, 1, 132).blocks == 1
+    assert schedule(128 * (LONE - 1), 6144, 1, 132).blocks == 1 and schedule(128 * (LONE + 1), 6144, 1, 132).blocks == 2
+    assert schedule(4096, 6144, 1, 132, pairs=False).blocks == 1
