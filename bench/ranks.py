@@ -1,6 +1,6 @@
 """attention.parallel on the GPUs of one machine, one process a GPU: is it right, and how does it scale?
 
-    python -m bench.ranks PART ..          host, forward, check, backward, linear; all of them by default
+    python -m bench.ranks PART ..          host, forward, check, backward, linear, copies; all of them by default
 
 Share of perfect scaling: what the whole takes on one GPU, by as many GPUs as there are and what it takes on them together. Both
 are timed in turns, by CUDA events, on every GPU at once, several calls in a row, of which the first one waits for the host; the
@@ -217,6 +217,36 @@ def linear():
         say(what=f"passes of the delta rule over a part, {heads} heads", **timed(passes))
 
 
+def of_the_host(function):
+    """Microseconds of the host's that a call takes, several in a row."""
+    for _ in range(20):
+        function()
+    times = []
+    for _ in range(15):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(10):
+            function()
+        times.append((time.perf_counter() - begun) / 10)
+    return 1e6 * statistics.median(times)
+
+
+def copies():
+    """Keys and values that come by copy engines, beside messages."""
+    group = parallel.mapped()
+    for length in 1024, 8192, 16384:
+        whole = drawn(length, 32, 8)
+        mine = [parallel.shard(x) for x in whole]
+        functions = {"one": lambda whole=whole: attention.forward(*whole, **CAUSAL)}
+        for name, one in ("messages", None), ("copies", group):
+            functions[name] = lambda mine=mine, one=one: parallel.forward(*mine, group=one, scheme="gather", **CAUSAL)
+        wrong = slowest(float((functions["copies"]() != functions["messages"]()).sum()))
+        say(what=f"copies S {length}", wrong=wrong, **{f"host us {n}": of_the_host(f) for n, f in functions.items()})
+        scaling(f"copies S {length}", functions, turns=7, calls=10)
+
+
 def host():
     """What a call costs the host beyond its collectives and attention.forward's own; and the link's speed."""
     mine = [parallel.shard(x) for x in drawn(1024, 8, 2)]
@@ -238,20 +268,7 @@ def host():
         "messages": bare,
         "attention": lambda: attention.forward(*whole, **CAUSAL),
     }
-    found = {}
-    for name, function in functions.items():
-        for _ in range(20):
-            function()
-        times = []
-        for _ in range(15):
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            for _ in range(10):
-                function()
-            times.append((time.perf_counter() - begun) / 10)
-        found[name] = 1e6 * statistics.median(times)
+    found = {name: of_the_host(function) for name, function in functions.items()}
     say(what="host us a call", **found, beyond=found["gather"] - found["messages"] - found["attention"])
     for size in 2**23, 2**25, 2**27:
         a, b = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -263,7 +280,7 @@ def host():
         say(what="link", MB=2 * size / 1e6, ms=time_of, GBs=2 * size / time_of / 1e6)
 
 
-PARTS = {"host": host, "forward": forward, "check": check, "backward": backward, "linear": linear}
+PARTS = {"host": host, "forward": forward, "check": check, "backward": backward, "linear": linear, "copies": copies}
 
 
 def rank(number, world, names, port):
@@ -273,7 +290,7 @@ def rank(number, world, names, port):
     dist.init_process_group("nccl", rank=number, world_size=world, device_id=torch.device("cuda", number))
     for name in names:
         begun = time.perf_counter()
-        with torch.no_grad() if name in ("forward", "host", "linear") else nullcontext():
+        with torch.no_grad() if name in ("forward", "host", "linear", "copies") else nullcontext():
             PARTS[name]()
         torch.cuda.empty_cache()
         say(part=name, seconds=time.perf_counter() - begun)

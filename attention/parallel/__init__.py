@@ -5,9 +5,10 @@
 
 docs/parallel.md says which scheme when."""
 
+from .mapped import mapped
 from .orders import Contiguous, Zigzag
 from .recurrent import delta_rule, linear, mamba2
 from .shards import reorder, shard, unshard
 from .softmax import forward
 
-__all__ = ["Contiguous", "Zigzag", "delta_rule", "forward", "linear", "mamba2", "reorder", "shard", "unshard"]
+__all__ = ["Contiguous", "Zigzag", "delta_rule", "forward", "linear", "mamba2", "mapped", "reorder", "shard", "unshard"]

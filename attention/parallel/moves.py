@@ -123,9 +123,9 @@ class Way:
 
     own: what this rank has itself, where it is, and where it goes. sends: what it sends, to whom; kept: where the same lies
     among what it wants, or None, for what is not contiguous in its own place may be so there, and then no memory is taken
-    besides. receives: from whom. here, there: the Views of what it has, own and sent, and of what it wants, own and received.
-    shape: (rows, heads) of that; whole: does all of it come from somewhere? by_rows: does all of it, and are all parts rows of
-    all heads?"""
+    besides. receives: from whom; sources: which rows of what that one has. here, there: the Views of what it has, own and sent,
+    and of what it wants, own and received. most: rows that a rank has. shape: (rows, heads) of what it wants; whole: does all
+    of it come from somewhere? by_rows: does all of it, and are all parts rows of all heads?"""
 
     def __init__(self, rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]):
         self.shape, self.nothing = targets[rank].shape, len(sources) == 1 and sources == targets
@@ -135,6 +135,8 @@ class Way:
         going = [(other, box) for other in others for box in common(have, targets[other])]
         coming = [(other, box) for other in others for box in common(sources[other], want)]
         self.own, self.sends, self.receives = len(own), [to for to, _ in going], [whom for whom, _ in coming]
+        self.sources = [(box.rows.start, box.rows.stop) for _, box in coming]
+        self.most = max([cut.shape[0] for cut in sources])
         self.here = Views(have.shape, [view_of(box.rows, box.heads) for box in (*own, *[box for _, box in going])])
         every = [*own, *[box for _, box in coming]]
         self.there = Views(self.shape, [view_of(box.to_rows, box.to_heads) for box in every])
@@ -175,7 +177,7 @@ class Moving:
 
 def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
     """Arrays, each by its way, as one message between two ranks. What no rank has is 0."""
-    if all([its.by_rows and x.shape[0] == 1 and x.is_contiguous() for x, its in routes]):
+    if all([its.by_rows and x.shape[0] == 1 and (peers.maps or x.is_contiguous()) for x, its in routes]):
         return _move_rows(peers, routes)
     every: list[Any] = []
     sends, receives, late = [], [], []
@@ -218,7 +220,7 @@ def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Way]]) -> Moving:
     """The same of rows of one batch, all parts of which are contiguous, so that no more is asked."""
     sends: list[Any] = []
     receives: list[Any] = []
-    every, places, parts = [], [], []
+    every, places, parts, brought = [], [], [], []
     for x, its in routes:
         found = x.new_empty((1, *its.shape, *x.shape[3:]))
         every.append(found)
@@ -227,7 +229,8 @@ def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Way]]) -> Moving:
         places += there[:own]
         sends += zip(its.sends, here[own:])
         receives += zip(its.receives, there[own:])
-    pending = peers.exchange(sends, receives)
+        brought.append((x, its, there[own:]))
+    pending = peers.bring(brought) if peers.maps else peers.exchange(sends, receives)
     if parts:
         torch._foreach_copy_(places, parts)
     return Moving(every, pending, ())

@@ -50,6 +50,15 @@ class Peers:
             return Pending(dist.batch_isend_irecv(self._operations(sends, receives)), held)
         return Pending(_at_once(backend, sends, receives), held)
 
+    @property
+    def maps(self) -> bool:
+        """Do rows come by `bring` now? See mapped.py."""
+        return False
+
+    def bring(self, routes: Sequence[tuple[Any, Any, Sequence[Any]]]) -> Pending:
+        """Of each array, of a batch of one, by its Way, the rows that others have to their places in another."""
+        raise NotImplementedError
+
     def _operations(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> list[Any]:
         """The same as torch.distributed says it."""
         operations = []

@@ -1,11 +1,15 @@
 """The same on one GPU, whose ranks are threads: kernels and plans at sizes at which tiles are whole. What only two GPUs show,
 messages and streams, is in test_nccl.py, which finds on disk what these have compiled; `-n 8` shares the compiling out."""
 
+import importlib
+
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
+import torch.distributed as dist
+from ranks import drawn, start
 from threads import compared, together
 
 import attention
@@ -70,3 +74,33 @@ def test_recurrences(name, length, heads):
 
     off = (torch.cat(together(2, rank), 1).float() - wanted.float()).abs().max()
     assert off <= 2**-6 * wanted.float().abs().max()
+
+
+@pytest.mark.timeout(150)
+def test_rows_come_by_copies_between_processes(monkeypatch):
+    """Two processes map each other's memory on one GPU."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    start(2, by_copies)
+
+
+def by_copies(world):
+    """Other arrays in every call, and in the end longer ones, which take more memory than there is."""
+
+    def gathered(said, device):
+        found = [None] * world
+        dist.all_gather_object(found, said)
+        return found
+
+    importlib.import_module("attention.parallel.mapped").PATIENCE = 60_000
+    peers = parallel.mapped()
+    vars(peers)["gathered"] = gathered  # gloo has no all-gather of a GPU's tensors
+    wrong = torch.zeros((), device="cuda")
+    for n in range(40):
+        length = 1024 if n < 30 else 3001
+        whole = [x.cuda() for x in drawn(length, seed=n, **WIDE)]
+        mine = [parallel.shard(x, peers) for x in whole]
+        if n < 10 or length > 1024:
+            dist.barrier()  # while one still compiles, the others' GPU would wait
+        out = parallel.forward(*mine, group=peers, scheme="gather", causal=True, length=length)
+        wrong += (out != parallel.shard(attention.forward(*whole, causal=True), peers)).any()
+    assert wrong.item() == 0

@@ -1,0 +1,112 @@
+"""Ranks of one host that map each other's memory: rows come by the GPUs' copy engines, which take no multiprocessor.
+
+    group = parallel.mapped()                                                   # once, on every rank
+    out = parallel.forward(q, k, v, group=group, scheme="gather", causal=True)
+
+A rank's rows go to one half of a memory that the others map; all meet; each copies what it wants out of the others' halves. The
+next call has the other half: who meets there has its copies of this one, so that nobody overwrites what another still wants.
+All of it runs on a stream that begins behind the caller's, which waits for its end."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .moves import Way
+from .peers import Peers, Pending, one_of
+
+ALIGNED = 256  # bytes
+PATIENCE = 600_000  # milliseconds that the others may take to come
+
+
+@dataclass(frozen=True)
+class Mapped(Peers):
+    """The ranks of a process group that map each other's memory, and what of it."""
+
+    memory: Any
+
+    __hash__ = Peers.__hash__
+
+    @property
+    def maps(self) -> bool:
+        """See Peers."""
+        return self.memory.open
+
+    def bring(self, routes: Sequence[tuple[Any, Way, Sequence[Any]]]) -> Pending:
+        """See Peers."""
+        sizes = [-(-its.most * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED for x, its, _ in routes]
+        self.memory.turn(sum(sizes))
+        own, copies, at = [], [], 0
+        for (x, its, places), size in zip(routes, sizes):
+            view = functools.partial(self.memory.view, at, x.dtype, x.shape[2:])
+            own.append((view(self.rank, 0, x.shape[1]), x))
+            copies += [(place, view(rank, *rows)) for place, rank, rows in zip(places, its.receives, its.sources)]
+            at += size
+        return Pending([self.memory.copied(own, copies)])
+
+
+class Memory:
+    """Memory of every rank that all map, in two halves, of so many bytes as a call has needed."""
+
+    def __init__(self, peers: Peers):
+        self.peers, self.nbytes, self.half, self.stream = peers, 0, 0, torch.cuda.Stream()
+        self.views: dict[Any, Any] = {}
+
+    @property
+    def open(self) -> bool:
+        """May a call come in? Not while a graph is captured, which would have one half again and again."""
+        return not torch.cuda.is_current_stream_capturing()
+
+    def turn(self, nbytes: int) -> None:
+        """The next call, which needs so many bytes of every rank's, has the other half."""
+        if nbytes > self.nbytes:
+            from torch.distributed import _symmetric_memory
+
+            torch.cuda.synchronize()
+            dist.barrier(self.peers.group)  # nobody wants anything of what is given back
+            self.views, self.nbytes = {}, nbytes
+            self.whole = _symmetric_memory.empty(2 * nbytes, dtype=torch.uint8, device="cuda")
+            self.handle = _symmetric_memory.rendezvous(self.whole, self.peers.group)
+        self.half = 0 if self.half else self.nbytes
+
+    def view(self, at: int, dtype: Any, shape: Sequence[int], rank: int, first: int, end: int) -> Any:
+        """Rows of the array that a rank has in its half from a byte on."""
+        key = self.half, at, dtype, shape, rank, first, end
+        found = self.views.get(key)
+        if found is None:
+            begin = (self.half + at) // dtype.itemsize + first * math.prod(shape)
+            found = self.views[key] = self.handle.get_buffer(rank, (1, end - first, *shape), dtype, begin)
+        return found
+
+    def copied(self, own: Sequence[tuple[Any, Any]], copies: Sequence[tuple[Any, Any]]) -> Any:
+        """Pairs (to, from) are copied, one's own before all meet; what is given back is waited for."""
+        now = torch.cuda.current_stream()
+        now.wait_stream(self.stream)  # whoever called last
+        torch._foreach_copy_([place for place, _ in own], [x for _, x in own])
+        self.stream.wait_stream(now)
+        with torch.cuda.stream(self.stream):
+            self.handle.barrier(0, PATIENCE)
+            for place, x in copies:
+                place.copy_(x)
+            return self.stream.record_event()
+
+
+def mapped(group: Any = None) -> Mapped:
+    """The ranks of a process group, or all, as ones that map each other's memory, to be given to this package's functions as
+    `group`. Every rank calls it, once; their GPUs are of one host and reach each other (torch.distributed._symmetric_memory).
+
+    By copies come rows of a batch of one that have all heads: keys and values of "gather", unless they come in two turns
+    (choice.first_heads). All else comes by messages, as ever. Twice the largest share that came so is kept. A rank that does
+    not come is an error of CUDA after ten minutes, which names nothing."""
+    return _mapped(one_of(group))
+
+
+@functools.lru_cache(64)
+def _mapped(peers: Peers) -> Mapped:
+    return Mapped(peers.group, peers.rank, peers.world, peers.ranks, Memory(peers))
