@@ -259,8 +259,8 @@ def test_kernels_for_gpus_with_less_shared_memory(place, room, head_dim, monkeyp
     monkeypatch.setattr(launches, "config_of", lambda *args: taken.append(config_of(*args)) or taken[-1])
     for causal in (False, True):
         agree(place, *inputs(1, 147, 171, 1, 1, head_dim), causal=causal)
-    assert taken == [ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)]
-    assert taken[0] != ampere.config_for(head_dim, bf16, FULL)
+    assert set(taken) == {ampere.config_for(head_dim, bf16, seen, room) for seen in (FULL, CAUSAL)}
+    assert ampere.config_for(head_dim, bf16, FULL) not in taken
 
 
 VIEWS = {  # of arrays (1, 130, 2, 64), by sequence and head
