@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from operator import index
 from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +43,17 @@ def named(option: str, function: Any) -> str | None:
     return None if function is None else _named(option, function, _held(option, function) if compiling() else ())
 
 
-def _held(option: str, function: Any) -> tuple[int, ...]:
-    """The hashes of what a function holds, as Dynamo reads this: it takes a function of the same code for the same, but guards
-    what is hashed here. So another number is another graph. TypeError: it holds what is no number or word."""
+def _hashes() -> bool:
+    """Does Dynamo know the hash of a float that has become a symbol? Its text, torch before 2.13 knows."""
+    return tuple(int(part) for part in sys.modules["torch"].__version__.split(".")[:2]) >= (2, 13)
+
+
+_hashes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _held(option: str, function: Any) -> tuple[Any, ...]:
+    """What a function holds, as Dynamo reads this: it takes a function of the same code for the same, but guards what is
+    written out, hashed or an index here. So another number is another graph. TypeError: it holds what is no number or word."""
     if not inspect.isfunction(function):
         return ()
     defaults, named = function.__defaults__ or (), {}
@@ -56,10 +66,15 @@ def _held(option: str, function: Any) -> tuple[int, ...]:
         if not isinstance(value, (bool, int, float, str)):
             what = (*function.__code__.co_freevars, *defaults, *named)
             raise TypeError(f"{option}: holds {what}, of which torch.compile would keep the first value: pass arrays in aux")
-    return tuple([hash(value) for value in values])
+    return tuple(
+        [
+            hash(value) if isinstance(value, float) and _hashes() else index(value) if isinstance(value, int) else f"{value}"
+            for value in values
+        ]
+    )
 
 
-def _named(option: str, function: Any, held: tuple[int, ...]) -> str:
+def _named(option: str, function: Any, held: tuple[Any, ...]) -> str:
     """The same, of a function that holds this; Dynamo asks once."""
     if not inspect.isfunction(function):
         if hasattr(function, "shape"):

@@ -5,6 +5,8 @@ meet where all ways from the branch come together, as ptxas makes them do.
 """
 
 import contextvars
+import functools
+from collections import Counter
 
 import numpy as np
 from greenlet import greenlet
@@ -16,6 +18,14 @@ from ..layout import LANES, WARPGROUP
 from .memory import LOCAL, WINDOW, Ask
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@functools.lru_cache(4096)  # a loop asks the same of other tiles
+def _busiest(at, size):
+    """How many different words the busiest bank is asked for in a pass of 128 bytes; at: of each lane, int64."""
+    words, lanes = (np.frombuffer(at, np.int64)[:, None] + np.arange(0, size, 4)) // 4, max(1, min(LANES, 128 // size))
+    passes = (set(words[first : first + lanes].ravel().tolist()) for first in range(0, len(words), lanes))
+    return max(max(Counter(word % 32 for word in asked).values()) for asked in passes)
 
 
 class Thread:
@@ -221,8 +231,8 @@ class Warp(greenlet):
         """(home, lanes, cells) of what the active lanes reach."""
         lanes = np.flatnonzero(self.mask)
         at = addresses[lanes].astype(np.int64)
-        homes = {int(rank) for rank in at >> WINDOW}
-        if len(homes) != 1:
+        ranks = at >> WINDOW
+        if (ranks != ranks[0]).any():
             raise self.hazard("one instruction reaches into several blocks of a cluster", "language")
         home, _ = self.home(int(at[0]))
         at &= (1 << WINDOW) - 1
@@ -234,15 +244,8 @@ class Warp(greenlet):
 
     def _count_passes(self, at, size):
         """How often the busiest bank of a pass (128 bytes) is asked for different words."""
-        ways, opcode, lanes = self.block.cluster.counts.ways, self.instruction.opcode, max(1, min(LANES, 128 // size))
-        words = (at[:, None] + np.arange(0, size, 4)) // 4
-        most = ways.get(opcode, 0)
-        for first in range(0, len(at), lanes):
-            busy = [0] * 32
-            for word in set(words[first : first + lanes].ravel().tolist()):
-                busy[word % 32] += 1
-            most = max(most, *busy)
-        ways[opcode] = most
+        ways, opcode = self.block.cluster.counts.ways, self.instruction.opcode
+        ways[opcode] = max(ways.get(opcode, 0), _busiest((at - (at[0] & -128)).tobytes(), size))
 
     def read_shared(self, addresses, size, what="reads shared memory", plain=False):
         """(active lanes, size) bytes; `plain`: be they written or not."""
