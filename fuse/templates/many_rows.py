@@ -113,7 +113,7 @@ class ManyRows(Product):
         """How it is cut."""
         step = PART if self.folds else 64
         sizes = self.rows, self.columns, len(self.products), self.processors, self.batch or 1
-        return schedule(*sizes, step, len(self.results), not self.folds)
+        return schedule(*sizes, step, len(self.results), not self.folds and self.batch is None)
 
     @classmethod
     def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
@@ -123,11 +123,12 @@ class ManyRows(Product):
     @classmethod
     def together(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """Those that compute several maps of the same products, which leave together; of no more than one other, that lies in
-        memory."""
+        memory, and of none where there is a batch."""
         alike = len({tuple([axis and axis.root for axis in x.names]) for x in roots}) == 1
         if 1 < len(roots) <= MOST_RESULTS and alike and any(x.operation != "matmul" for x in roots):
             every = cls._making(roots, processors, MOST_ROWS)
-            yield from (one for one in every if sum(y.operation == "matmul" for y in one.others) < 2)
+            room = 1 if roots[0].ndim == 2 else 0  # of a batch registers would not do
+            yield from (one for one in every if sum(y.operation == "matmul" for y in one.others) <= room)
 
     @classmethod
     def _making(cls, roots: tuple[Term, ...], processors: int, few: int) -> Iterator[Self]:
@@ -205,7 +206,8 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     if kernel.extension:
         writer.names[kernel.extension.joint] = products[0].name
     computes = any(x not in writer.names for x in kernel.results)
-    ahead = [] if kernel.folds else [y for y in kernel.others if y.operation != "spread" and is_tile(y)]
+    alone = not kernel.folds and kernel.batch is None  # in a batch registers would not do for what is read ahead
+    ahead = [y for y in kernel.others if alone and y.operation != "spread" and is_tile(y)]
     coming = [Coming.of(y, parameters[y], kernel.dtype) for y in ahead]
     others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
     taken = {*parameters.values(), *NAMES}

@@ -17,7 +17,6 @@ SHAPES = {  # of each operator's arguments; of turned ones the weights lie as to
     "gated_mlp, turned": ((200, 72), (72, 136), (72, 136)),
     "lora_linear": ((200, 136), (136, 264), (136, 16), (16, 264)),
     "lora_linear, turned": ((200, 136), (136, 264), (136, 16), (16, 264)),
-    "expert_linear": ((2, 200, 72), (2, 72, 264)),
 }
 
 
