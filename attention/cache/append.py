@@ -164,6 +164,15 @@ class Names(NamedTuple):
     ends: Operand | None
 
 
+def of_each_key(problem: Problem) -> bool:
+    """Have descales, if there are any, an axis of keys? ValueError: those of keys or of values alone."""
+    names = "k_descale", "v_descale"
+    found = {problem.axes(name) == "CTG" for name in names if name in problem}
+    if len(found) > 1:
+        raise problem.error("v_descale", "must be of each key and head where k_descale is, and the other way round", *names)
+    return any(found)
+
+
 def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, norm_eps: float) -> list:
     """The steps of an append whose other arrays have the names and axes of GIVEN. ValueError."""
     new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
@@ -172,6 +181,7 @@ def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, nor
     scales = problem["k_descale"], problem["v_descale"]
     if (scales[0] is None) != (scales[1] is None):
         raise ValueError("k_descale: must be given where v_descale is, and the other way round")
+    of_each_key(problem)
     if scales[0] is not None and cache[0].form.itemsize > 1:
         raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={cache[0].form.dtype!r}")
     queries, ends, lengths = names.queries, names.ends, problem["lengths"]

@@ -235,9 +235,7 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
-    by_key = [name for name in names if name in problem and problem.axes(name) == "CTG"]
-    if len(by_key) == 1 and names[0] in problem and names[1] in problem:
-        raise problem.error("v_descale", "must be of each key and head where k_descale is, and the other way round", *names)
+    by_key = appending.of_each_key(problem)
     told = {name: problem[name] if by_key else over(problem, name, "NG") for name in names}
     scaled = [name for name, descale in told.items() if descale is not None]
     if len(scaled) == 1:
