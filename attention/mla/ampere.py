@@ -46,6 +46,7 @@ class Config:
     kv: int
     stages: int
     threads = LANES * WARPS
+    resident = 1  # blocks that a multiprocessor is to work on
 
     @property
     def given(self):
@@ -147,7 +148,7 @@ def make(config: Config):
             p = seen.weights(s, None, scale)
             seen = seen.add(p)
             store(subtile(weights, BAND, warp), INPUT(p))
-            block.sync(fenced=True)
+            block.sync()
             o = seen.rescaled()
             for part in range(PARTS):
                 o = mma_AB(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))

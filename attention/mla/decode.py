@@ -28,6 +28,7 @@ from ..softmax.planning import scale_of
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
 from .parts import parts_for
+from .products import Same
 from .shape import COLUMNS, LATENT, ROTARY
 
 FEWEST = 32  # rows of a page that TMA brings: of 16 it takes 1.3 times as long as rows that are gathered, of 64 nine tenths
@@ -97,9 +98,9 @@ def mla_decode(
     serves sequences as they grow.
 
     rotary, descale: of a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). What is attended to is latent *
-    descale, (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. For up to 16 rows
-    of heads and tokens queries are rounded to float16, and so are weights; else what is attended to is, to q's dtype. The three
-    may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128 of them in use. It takes Ada, Hopper or later.
+    descale, (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. Queries are rounded
+    to float16 for it, and so are weights. The three may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128
+    of them in use. It takes Ada, Hopper or later.
 
     pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
     of page pages[b, j // size]; so are rotary and descale. Any page size. Numbers of pages behind a sequence's last one are not
@@ -153,7 +154,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     def shape(reach, result):
         if box is None:
             return hopper.gathered(dtype, False, reach, cache, result)
-        return hopper.Config(dtype, reach, box, result)
+        return hopper.Config(Same(dtype), reach, box, result)
 
     return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 
@@ -179,7 +180,7 @@ def _mla_decode_fp8(
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = _cache(problem, piece)
-    if chosen == "sm_90" and (family is not None or rows > quantised.BAND):
+    if chosen == "sm_90" and (family is not None or rows > 2 * quantised.BAND):
 
         def shape(reach, result):
             return hopper.gathered(dtype, True, reach, cache, result)
@@ -209,7 +210,7 @@ def _plan(
     of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if reach.right else {})
     config = shape(reach, Part(dtype, piece))
     bands = -(-rows // config.band)
-    parts = parts_for(batch * bands, -(-most_keys // config.kv), gpu.processors) if splits is None else splits
+    parts = parts_for(batch * bands, -(-most_keys // config.kv), gpu.processors * config.resident) if splits is None else splits
     told = {"splits": parts, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     to, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
     if parts == 1:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, grid, load, log2, maximum, raw, row_index, store, subtile, viewed, warpgroup, zeros
+from ops import divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, viewed, warpgroup, zeros
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 
@@ -27,23 +27,25 @@ from ..softmax.online import LOWEST, TINY, Softmax
 from ..softmax.variants import At
 from .boxes import Dense, Indexed, Paged
 from .gathered import BAND, Gathered, Narrow
+from .products import KV, Same, Widened
 from .shape import LATENT, ROTARY
 
-KV = 64  # keys of a tile
 STAGES, CONSUMERS = 2, 2  # tiles in shared memory; warpgroups that share out the output's columns
 PRODUCER = CONSUMERS
+BY_TMA, GATHERING, WIDENING = (56, 224), (72, 216), (104, 200)  # registers a thread of producer and consumers
 PIECE = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: the dtype of queries, how it reads caches and where its output goes."""
+    """A kernel: what its caches hold, how it reads them and where its output goes."""
 
-    dtype: dtype
+    product: Same
     reach: Reach
     cache: Any
     result: Whole
     early = True  # it begins while the grid before it ends
+    resident = 1  # blocks that a multiprocessor is to work on
     band, kv = warpgroup.ROWS, KV  # rows of a tile, and keys
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
@@ -53,7 +55,7 @@ class Config:
         return record(**self.reach.given, **self.cache.given, **self.result.given)
 
     def __str__(self):
-        return f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
+        return f"mla {self.product} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -65,7 +67,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         of_rows = [(several, Rows, Part)] + [(one, Batches, Whole)] * everything
         for of in (bf16, fp16)[: 1 + everything]:
             for reach, cache, result in kinds:
-                yield Config(of, reach, cache, result(of, PIECE))
+                yield Config(Same(of), reach, cache, result(of, PIECE))
             for reach, lies, result in of_rows:
                 yield gathered(of, False, reach, Rows(PIECE), result(of, PIECE))
                 yield gathered(of, True, reach, lies(PIECE), result(of, PIECE))
@@ -75,13 +77,13 @@ def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: Whol
     """The configuration whose producer's warps gather rows, of fp8 if they are narrow."""
     if narrow:
         latents, rotated = st(BAND, LATENT, fp8e4m3, ROTARY), st(BAND, ROTARY, of)
-        return Config(of, reach, Narrow(cache, latents, sv(BAND, fp32), rotated), result)
-    return Config(of, reach, Gathered(cache, st(KV // 2, LATENT, of)), result)
+        return Config(Widened(of), reach, Narrow(cache, latents, sv(BAND, fp32), rotated), result)
+    return Config(Same(of), reach, Gathered(cache, st(KV // 2, LATENT, of)), result)
 
 
 class Pipes(NamedTuple):
     """What a block has in shared memory: its queries, tiles of latents and of rotated columns, and the rows' maxima of even and
-    of odd ones; where latents are of fp8, what the producer's warps multiply theirs by."""
+    of odd ones; where latents are multiplied by numbers, these."""
 
     q: Any
     q_rotary: Any
@@ -95,25 +97,27 @@ class Pipes(NamedTuple):
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, BAND, OWN = config.dtype, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
-    K, R, WEIGHTS, WRITERS = st(KV, LATENT, INPUT), st(KV, ROTARY, INPUT), st(BAND, KV, INPUT), config.cache.writers
-    UNFENCED = config.cache.ahead > 0  # do warps that wait for tiles fence them, not those that store them?
-    KEEP, CLAIM = config.cache.registers
+    product, GIVEN, BAND, OWN = config.product, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
+    INPUT, TAKEN, WRITERS = product.wide, product.takes, config.cache.writers
+    K, R, WEIGHTS = st(KV, LATENT, TAKEN), st(KV, ROTARY, INPUT), st(BAND, KV, TAKEN)
+    KEEP, CLAIM = WIDENING if config.cache.ahead else GATHERING if WRITERS else BY_TMA
     LATENTS, ROTARIES = config.cache.source(K), config.cache.source(R)
     Q, Q_ROTARY = rt(16, OWN, INPUT), rt(16, ROTARY, INPUT)
     O = rt(16, OWN, fp32)
     WARPS = warpgroup.WARPGROUP
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
+    UNITS = product.rings(STAGES + cache.ahead, WARPS, WRITERS)
+    SCALED = len(UNITS) > 0
     split, IS_WHOLE = Parted(reach, KV), type(result) is Whole
     smem = shared(
-        q=st(BAND, LATENT, INPUT),
+        q=st(BAND, LATENT, TAKEN),
         q_rotary=st(BAND, ROTARY, INPUT),
         latent=ring(K, STAGES, CONSUMERS * WARPS, writers=WRITERS),
         rotary=ring(R, STAGES + cache.ahead, CONSUMERS * WARPS, writers=WRITERS),
         even=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
         odd=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
         sums=sv(CONSUMERS * BAND, fp32),
-        units=sv(2 * KV, fp32),
+        **UNITS,
     )
 
     @inlined
@@ -129,40 +133,32 @@ def make(config: Config):
         """The block's rows of Q, into shared memory."""
         rank = warpgroup.rank()
         own, rotated = rows_of(gQ, Q, spot, int32(OWN * me)), rows_of(gQ, Q_ROTARY, spot, LATENT)
-        store(subtile(pipes.q, 16, rank, OWN, me), own)
+        store(subtile(pipes.q, 16, rank, OWN, me), product.queries(own))
         if me == 0:
             store(subtile(pipes.q_rotary, 16, rank), rotated)
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
-    def latents(j, pipes):
-        """Tile j, once it is here."""
-        tile = pipes.latent.wait(j)
-        if UNFENCED:
-            raw.fence_async()
-        return tile
-
-    @inlined
-    def scores(j, key, end, pipes):
+    def scores(j, key, end, units, pipes):
         """Those of tile j, in flight. Rows behind the sequence's end are cleared: a weight of 0 does not make up for a NaN."""
-        rotary, tile = pipes.rotary.wait(j), latents(j, pipes)
+        tile = pipes.latent.wait(j)
         if WRITERS == 0 and key + KV > end:
             warpgroup.zero_rows(tile, int32(end - key))
-        return warpgroup.mma_ABt(warpgroup.mm_ABt(pipes.q, tile), pipes.q_rotary, rotary)
+        return product.scores(pipes.q, pipes.q_rotary, tile, pipes.rotary.wait(j), units)
 
     @inlined
-    def weighed(s, seen, key, at, inner, scale, slack):
+    def weighed(s, units, seen, key, at, inner, scale, slack):
         """(the weights of a tile of scores, what has then been seen); rows see all keys before `inner`."""
         if key + KV > inner:
             s = reach.mask(s, at, key, at.keys)
         seen = seen.moved(s, None, scale, slack)
         p = seen.weights(s, None, scale)
-        return INPUT(p), seen.add(p)
+        return product.weights(p, units), seen.add(p)
 
     @inlined
     def hand_on(j, p, seen, pipes, tops):
         """To the other consumer the weights of tile j, in the place of its rotated columns, and the maxima they count from."""
-        warpgroup.sync(fenced=True)  # all four warps have their scores: nobody reads these columns any more
+        warpgroup.sync()  # all four warps have their scores: nobody reads these columns any more
         warpgroup.store(viewed(pipes.rotary.wait(j), WEIGHTS), p)
         warpgroup.sync()
         warpgroup.store(tops.claim(j // 2), seen.m)
@@ -174,7 +170,7 @@ def make(config: Config):
         m = warpgroup.load(tops.wait(j // 2), O.col_vec)
         tops.release(j // 2)
         seen = seen.follow(m, scale)
-        values = subtile(latents(j, pipes), KV, 0, OWN, me)
+        values = subtile(pipes.latent.wait(j), KV, 0, OWN, me)
         return warpgroup.mma_AB(seen.rescaled(), viewed(pipes.rotary.wait(j), WEIGHTS), values), seen
 
     @inlined
@@ -190,8 +186,9 @@ def make(config: Config):
         """What has been seen of n tiles from key `first` on, by the consumer that makes the scores of even ones."""
         for j in range(0, n, 2):
             key = int32(first + KV * j)
-            s = warpgroup.wait(scores(j, key, at.keys, pipes))
-            p, seen = weighed(s, seen, key, at, inner, scale, slack)
+            units = product.units(pipes, j)
+            s = warpgroup.wait(scores(j, key, at.keys, units, pipes))
+            p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
             o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
             hand_on(j, p, seen, pipes, pipes.even)
             seen = done(j, o, seen, pipes)
@@ -206,10 +203,11 @@ def make(config: Config):
         for j in range(0, n, 2):
             key = int32(first + KV * (j + 1))
             if j + 1 < n:
-                s = scores(j + 1, key, at.keys, pipes)
+                units = product.units(pipes, int32(j + 1))
+                s = scores(j + 1, key, at.keys, units, pipes)
                 o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                p, seen = weighed(s, seen, key, at, inner, scale, slack)
+                p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
                 seen = done(j, o, seen, pipes)
                 o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
                 hand_on(j + 1, p, seen, pipes, pipes.odd)
@@ -225,8 +223,9 @@ def make(config: Config):
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
-        q, q_rotary, latent, rotary, even, odd, sums, units = smem.open()
-        pipes = Pipes(q, q_rotary, latent, rotary, even, odd, units)
+        opened = smem.open()
+        sums, units = opened[6], opened[7] if SCALED else None
+        pipes = Pipes(opened[0], opened[1], opened[2], opened[3], opened[4], opened[5], units)
         if not IS_WHOLE:
             grid.release()  # the blocks that combine parts may come, and wait
         grid.wait()

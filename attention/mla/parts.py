@@ -10,16 +10,16 @@ BEGIN, COMBINE = 1, 3  # what a block's beginning and end, and the launch that c
 
 
 @follows
-def parts_for(blocks: int, tiles: int, processors: int) -> int:
-    """The fewest that let `blocks` blocks without parts, which have up to `tiles` tiles of keys, end soonest. A multiprocessor
-    works on one at a time, so that what counts is how many it gets."""
-    return _soonest(blocks, tiles, processors)
+def parts_for(blocks: int, tiles: int, places: int) -> int:
+    """The fewest that let `blocks` blocks without parts, which have up to `tiles` tiles of keys, end soonest, where so many are
+    worked on at a time: what counts is how many a place gets."""
+    return _soonest(blocks, tiles, places)
 
 
 @functools.lru_cache(4096)
-def _soonest(blocks, tiles, processors):
+def _soonest(blocks, tiles, places):
     def time(parts):
         each = -(-tiles // parts) + BEGIN
-        return -(-blocks * parts // processors) * each + COMBINE * (parts > 1)
+        return -(-blocks * parts // places) * each + COMBINE * (parts > 1)
 
     return min(range(1, max(1, min(MOST, tiles)) + 1), key=time)

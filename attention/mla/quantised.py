@@ -1,9 +1,8 @@
 """Absorbed MLA of a few query tokens over latents of 8 bits, for sm_89 and later: half the bytes, where memory sets the speed.
 
-ampere.py's way, by groups of warps, each of which has keys and an output of its own, so that one's products fill the time in
-which another's warps wait for each other; at the end their outputs are added up. Latents lie in shared memory as they came, and
-become fp16 where a product takes them, which is exact: once for the scores, once for the values. What a key's latent was
-divided by multiplies its scores, and once more its weights: no latent is rounded again.
+ampere.py's way. Latents lie in shared memory as they came, and become fp16 where a product takes them, which is exact: once for
+the scores, once for the values. What a key's latent was divided by multiplies its scores, and once more its weights: no latent
+is rounded again.
 """
 
 import functools
@@ -15,9 +14,7 @@ from numpy import int32
 
 from ops import (
     block,
-    commit_group,
     divmod,
-    exp2,
     finish_sum,
     grid,
     load,
@@ -32,17 +29,14 @@ from ops import (
     store,
     subtile,
     unzipped,
-    viewed,
-    wait_group,
-    warpgroup,
     zeros,
 )
-from tiles import dtype, fp8e4m3, fp16, fp32, inlined, rt, shared, st, sv
+from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.pipeline import PIECES as EVERY
 
-from ..softmax.decode.caches import Dense
+from ..softmax.decode.caches import Dense, Paged
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Spot, Whole
 from ..softmax.decode.splits import Parted
@@ -52,12 +46,13 @@ from .ampere import asked_for
 from .shape import LATENT, ROTARY
 
 SINCE, PIECES = (8, 9), EVERY[:-1]  # compute capability; bytes that cp.async brings at once
-KEYS, PANEL = 16, 64  # keys that a warp finds scores of; bytes of a panel of what is copied
+KEYS, GROUPS = 16, 3  # keys that a warp finds scores of; groups of copies that bring a tile
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: see ampere.py; `band` rows, and `groups` of `warps` of 16 keys of a tile each."""
+    """A kernel: see ampere.py; `band` rows, and `warps` of 16 keys of a tile each. resident: blocks that a multiprocessor is to
+    work on, one of which has products while the other's warps wait for each other."""
 
     dtype: dtype
     reach: Reach
@@ -66,18 +61,18 @@ class Config:
     early: bool
     band: int
     warps: int
-    groups: int
     stages: int
+    resident: int
 
     @property
     def kv(self):
-        """Keys of a tile, of all groups."""
-        return KEYS * self.warps * self.groups
+        """Keys of a tile."""
+        return KEYS * self.warps
 
     @property
     def threads(self):
         """Threads of a block."""
-        return LANES * self.warps * self.groups
+        return LANES * self.warps
 
     @property
     def given(self):
@@ -90,10 +85,11 @@ class Config:
 
 
 BAND = 16  # rows of a tile
-ROOMS = {  # bytes of shared memory that a block may have: {rows: (warps, groups, stages)}
-    99 * 1024: {BAND: (2, 1, 3)},
-    227 * 1024: {BAND: (4, 2, 2), 2 * BAND: (8, 1, 2)},
+ROOMS = {  # bytes of shared memory that a block may have: {rows: (warps, stages, resident)}
+    99 * 1024: {BAND: (2, 3, 1)},
+    227 * 1024: {BAND: (4, 2, 2), 2 * BAND: (8, 2, 1)},
 }
+PAGED = 8, 2, 1  # the same of 16 rows over pages, where the other is not timed
 LEAST, LARGE = min(ROOMS), max(ROOMS)
 ROOM = {"sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
@@ -102,7 +98,8 @@ def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool
     """The configuration that serves `rows` rows of a sequence on a GPU whose blocks may have `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    return Config(of, reach, cache, result, early, band, *shapes[band])
+    shape = PAGED if type(cache) is Paged and room >= LARGE and band == BAND else shapes[band]
+    return Config(of, reach, cache, result, early, band, *shape)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -114,29 +111,21 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    BAND, KV, INPUT, GIVEN = config.band, config.kv, config.dtype, config.given
-    WARPS, GROUPS, STAGES, ALL = config.warps, config.groups, config.stages, config.warps * config.groups
-    OWN, AHEAD, SLAB = (
-        LATENT // WARPS,
-        STAGES - 1,
-        LATENT // ALL,
-    )  # columns of O that a warp adds up; tiles under way; and stores
-    S, O, PART = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32), rt(BAND, SLAB, fp32)
-    Q, ROWS = rt(BAND, ROTARY, fp32), ALL * KEYS * STAGES  # rows of all groups' stages
-    LATENTS, NUMBERS = st(KEYS, LATENT, fp8e4m3, PANEL), sv(KEYS, fp32)  # a warp's
+    BAND, KV, WARPS, STAGES, INPUT, GIVEN = config.band, config.kv, config.warps, config.stages, config.dtype, config.given
+    OWN, AHEAD = LATENT // WARPS, STAGES - 1  # columns of the output that a warp has; tiles under way
+    S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
+    Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
     split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
-    scope = warpgroup if GROUPS > 1 else block  # of a group
     smem = shared(
         q=st(BAND, LATENT, fp16),
         q_rotary=st(BAND, ROTARY, INPUT),
-        latent=st(ROWS, LATENT, fp8e4m3, PANEL),
-        rotary=st(ROWS, ROTARY, INPUT, PANEL),
-        descale=sv(ROWS, fp32),
-        weights=st(ALL * BAND, KEYS, fp16),
-        scratch=sv(ALL * BAND, fp32),
+        latent=pipeline(st(KV, LATENT, fp8e4m3, 64), STAGES, WARPS),
+        rotary=pipeline(st(KV, ROTARY, INPUT, 64), STAGES, WARPS),
+        descale=pipeline(sv(KV, fp32), STAGES, WARPS),
+        weights=st(WARPS * BAND, KEYS, fp16),
+        scratch=sv(WARPS * BAND, fp32),
     )
-    ADDENDS = st(ROWS, LATENT // fp32.itemsize, fp32, PANEL)  # what lies where latents do, when all is read
 
     @inlined
     def rows_of(gQ, spot, col):
@@ -149,32 +138,10 @@ def make(config: Config):
     @inlined
     def bring(q, q_rotary, gQ, spot, warp):
         """The block's rows of Q, into shared memory, as the products take them."""
-        for i in range(warp, LATENT // ROTARY, ALL):
-            store(subtile(q, BAND, 0, ROTARY, i), unzipped(fp16(rows_of(gQ, spot, int32(ROTARY * i)))))
+        for i in range(warp, LATENT // PANEL, WARPS):
+            store(subtile(q, BAND, 0, PANEL, i), unzipped(fp16(rows_of(gQ, spot, int32(PANEL * i)))))
         if warp == 0:
             store(q_rotary, INPUT(rows_of(gQ, spot, LATENT)))
-        block.sync(fenced=True)
-
-    @inlined
-    def placed(warp):
-        """(the warp's group, its number there)"""
-        if GROUPS > 1:
-            return warpgroup.id(), warpgroup.rank()
-        else:
-            return int32(0), warp
-
-    @inlined
-    def look(arrays, sequence, key, end, given):
-        """Where a warp's rows from `key` on lie, and their numbers."""
-        latents = cache.find(LATENTS, arrays[0], sequence, key, end, given)
-        return latents, cache.find(NUMBERS, arrays[2], sequence, key, end, given)
-
-    @inlined
-    def start(pipes, place, arrays, found, sequence, key, end, given):
-        """Start copying them to a place of 16 rows."""
-        cache.copy_numbers(subtile(pipes[2], KEYS, place), arrays[2], found[1], sequence, key, end, given)
-        cache.copy(subtile(pipes[1], KEYS, place), arrays[1], found[0], sequence, key, 0, end, given)
-        cache.copy(subtile(pipes[0], KEYS, place), arrays[0], found[0], sequence, key, 0, end, given)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -198,51 +165,40 @@ def make(config: Config):
         first, end = int32(KV * work.tile), sees.end
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
         at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
-        pipes, arrays = (latent, rotary, descale), (gLatent, gRotary, gDescale)
-        mine, (team, rank) = int32(first + KEYS * warp), placed(warp)
-        here, own = look(arrays, sequence, mine, end, given), subtile(scratch, WARPS * BAND, team)
+        here = cache.look(latent, gLatent, sequence, first, end, given)
+        numbers = cache.look(descale, gDescale, sequence, first, end, given)
         for i in range(AHEAD):
-            if i < n:
-                start(pipes, ALL * i + warp, arrays, here, sequence, int32(mine + KV * i), end, given)
-            commit_group()
-            here = look(arrays, sequence, int32(mine + KV * (i + 1)), end, given)
+            cache.fill_numbers(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, given)
+            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
+            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
+            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
+            numbers = cache.look(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, given)
         bring(q, q_rotary, gQ, spot, warp)
         for i in range(n):
-            later, place = int32(i + AHEAD), int32(ALL * (i % STAGES) + WARPS * team)
-            wait_group(AHEAD - 1)
-            scope.sync(fenced=True)
-            if later < n:
-                start(pipes, ALL * (later % STAGES) + warp, arrays, here, sequence, int32(mine + KV * later), end, given)
-            commit_group()
-            here = look(arrays, sequence, int32(mine + KV * (later + 1)), end, given)
-            d = load(subtile(descale, KEYS, place + rank), S.row_vec)
-            s = mma_ABt_unzipped(zeros(S), q, subtile(latent, KEYS, place + rank))
-            s = mma_ABt(s * d, q_rotary, subtile(rotary, KEYS, place + rank))
-            s = reach.mask(s, at, int32(mine + KV * i), end)
-            seen = seen.raised(scope.reduce_max(row_max(s), own), scale, slack)
+            key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+            tile = latent.wait(i, GROUPS * (AHEAD - 1))
+            cache.fill_numbers(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, given)
+            cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, given)
+            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
+            here = cache.look(latent, gLatent, sequence, int32(later + KV), end, given)
+            numbers = cache.look(descale, gDescale, sequence, int32(later + KV), end, given)
+            d = load(descale.own(i, GROUPS * AHEAD), S.row_vec)
+            s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
+            s = mma_ABt(s * d, q_rotary, rotary.own(i, GROUPS * AHEAD))
+            s = reach.mask(s, at, key, end)
+            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
             p = seen.weights(s, None, scale)
             seen = seen.add(p)
             store(subtile(weights, BAND, warp), fp16(p * d))
-            scope.sync(fenced=True)
+            block.sync()
             o = seen.rescaled()
             for part in range(WARPS):
-                values = subtile(latent, KEYS, place + part, OWN, rank)
-                o = mma_AB_unzipped(o, subtile(weights, BAND, WARPS * team + part), values)
+                o = mma_AB_unzipped(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
             seen = seen._replace(o=o)
 
-        m = block.reduce_max(seen.m, scratch)
-        weight = exp2((seen.m - m) * scale)
-        l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
-        o, col = seen.o * weight, int32(OWN * rank + SLAB * team)
-        if GROUPS > 1:
-            addends = viewed(latent, ADDENDS)  # all warps have met: nobody reads latents any more
-            store(subtile(addends, BAND, warp), o)
-            block.sync()
-            o = zeros(PART)
-            for other in range(rank, ALL, WARPS):
-                o = o + load(subtile(addends, BAND, other, SLAB, team), PART)
-        result.store(rezipped(o) / maximum(l, TINY), spot, col, given)
+        l = block.reduce_sum(finish_sum(seen.l), scratch)
+        result.store(rezipped(seen.o) / maximum(l, TINY), spot, int32(OWN * warp), given)
         if warp == 0:
-            result.store_sums(m + log2(l) / scale, scale, spot, given)
+            result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 
     return attend, smem

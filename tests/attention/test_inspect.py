@@ -5,7 +5,7 @@ import pytest
 from attention import inspect
 from attention.cache import writing
 from attention.mla import ampere as mla_ampere
-from attention.mla import boxes
+from attention.mla import boxes, products
 from attention.mla import hopper as mla_hopper
 from attention.mla import quantised as mla_quantised
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
@@ -41,7 +41,7 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_90a", attend, attend.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, mla_ampere.ROOM["sm_80"])),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
-    ("sm_90a", mla_hopper, mla_hopper.Config(bf16, PLAIN[1], boxes.Paged(1), PART)),
+    ("sm_90a", mla_hopper, mla_hopper.Config(products.Same(bf16), PLAIN[1], boxes.Paged(1), PART)),
     ("sm_90a", mla_hopper, mla_hopper.gathered(bf16, True, PLAIN[1], Paged(16), PART)),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
