@@ -22,11 +22,10 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.pipeline import PIECES
 
-from . import variants
 from .kind import Kind, in_pages
 from .online import Softmax
 from .seen import CAUSAL, FULL
-from .variants import At
+from .variants import At, Variant
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 def config_for(
     head_dim: int,
     dtype: dtype,
-    variant: variants.Variant,
+    variant: Variant,
     room: int = LARGE,
     piece: int = 16,
     value_dim: int | None = None,

@@ -3,7 +3,9 @@ who fills it, and how a consumer takes its part. A kernel opens its shared memor
 
 from typing import Any
 
-from ops import subtile, turned, warpgroup
+from numba import cuda
+
+from ops import raw, subtile, turned, warpgroup
 from tiles import dtype, inlined, ring, rt, st, static
 from tiles.arguments import tiled
 
@@ -45,6 +47,15 @@ class Nothing:
     def by_keys(self, ring, j, at, part):
         """The same with its columns, as a consumer has its scores that holds keys by queries."""
         return at
+
+    @inlined
+    def own_rows(self, tile, at, part):
+        """by_queries of a tile that is there, and stays until it is given back: with no fence."""
+        return at
+
+    @inlined
+    def give_back(self, ring, j):
+        """Tile j, of which own_rows were read, may go: here is their fence, which behind stores would wait for these."""
 
 
 @static
@@ -94,9 +105,16 @@ class Tiles(Nothing):
 
     @inlined
     def own_rows(self, tile, at, part):
-        """by_queries of a tile that is there, and stays: with no fence."""
+        """See Nothing."""
         x = warpgroup.load(subtile(tile, ROWS, part), rt(16, self.keys, self.dtype), fenced=False)
         return at._replace(given=at.given._replace(bias=x))
+
+    @inlined
+    def give_back(self, ring, j):
+        """See Nothing."""
+        raw.fence_async()
+        cuda.syncwarp()
+        ring.release(j)
 
     @inlined
     def by_keys(self, ring, j, at, part):

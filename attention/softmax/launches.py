@@ -19,7 +19,7 @@ from .assembled import Assembled
 from .block_masks import Blocked
 from .fp8 import of_blocks
 from .norms import Layer, Rms
-from .online import SLACK
+from .online import LOG2_E, SLACK
 from .ready import Listing, check, giving
 from .scores import Biased, BiasedByTile
 from .sequences import Batched, InUse, Packed, PackedInUse, Parts
@@ -28,7 +28,6 @@ from .units import BLOCK, OfBlocks, OfHeads
 from .variants import Both, Variant
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
-LOG2_E = math.log2(math.e)
 ELEMENT = 2  # bytes of what TMA brings for each score
 Shape = hopper.Config | ampere.Config | eight_bits.Config
 KERNELS = {hopper.Config: hopper, ampere.Config: ampere, eight_bits.Config: eight_bits}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, raw, subtile, warpgroup, zeros
+from ops import divmod, load, subtile, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
@@ -157,9 +157,7 @@ def make(config: Config):
                         here = at._replace(batch=int32(at.batch + batch), head=int32(at.head + head), row=mine)
                         total = total + slope(n, tile, rings, gSums, here, key, cut, me, scale)
                         n = int32(n + 1)
-                    raw.fence_async()  # here, and not behind stores, for which it would wait
-                    cuda.syncwarp()
-                    tiles.release(t)
+                    brought.give_back(tiles, t)
                     t = int32(t + 1)
                 result.store_sums(gDBias, total, (at.batch, at.head, mine, key))
 

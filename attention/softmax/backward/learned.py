@@ -68,23 +68,20 @@ class Learned:
     def of_bias(self, read: again.Added) -> None:
         """The gradient of a bias."""
         batch, heads, batches, own_heads, rows = self.problem("NHWXY")
-        one_row, by_tiles = rows == 1, bias_hopper.serves(self.config, read)
-        module: Any
-        config: Any
-        if by_tiles:
-            module, config = bias_hopper, bias_hopper.config_for(self.config)
-            own_tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
+        shared_by = {"own_heads": own_heads, "batches": batch // batches, "heads": heads // own_heads}
+        given = {"gDBias": self.problem["dbias"], **shared_by, **self.shape, **self.told}
+        if bias_hopper.serves(self.config, read):
+            config = bias_hopper.config_for(self.config)
+            tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
+            every = batches * own_heads * tiles * blocks
+            grid = min(every, self.processors)
+            self.late.launch(bias_hopper, config, grid, own_tiles=tiles, blocks=blocks, every=every, **given)
         else:
-            module, config = bias, bias.Config(**self.kind(read), one_row=one_row, adds=self.config.adds)
-            own_tiles, blocks = 1 if one_row else self.tiles, self.blocks
-        extents = {"own_heads": own_heads, "own_tiles": own_tiles, "blocks": blocks}
-        extents |= {"batches": batch // batches, "heads": heads // own_heads}
-        every = batches * own_heads * own_tiles * blocks
-        if by_tiles:
-            extents["every"], every = every, min(every, self.processors)
-        else:
-            extents["tiles"] = self.tiles // own_tiles
-        self.late.launch(module, config, every, gDBias=self.problem["dbias"], **extents, **self.shape, **self.told)
+            one_row = rows == 1
+            tiles, blocks = 1 if one_row else self.tiles, self.blocks
+            each = bias.Config(**self.kind(read), one_row=one_row, adds=self.config.adds)
+            grid = batches * own_heads * tiles * blocks
+            self.late.launch(bias, each, grid, own_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **given)
 
     def dealt(self) -> tuple[int, int, int, int]:
         """(batches, heads, tiles of queries, blocks of keys) that thread blocks go through, or of packed sequences (1, heads,
