@@ -4,8 +4,8 @@ from typing import Any
 
 from numpy import int32
 
-from ops import commit_group, full, store_widened, subtile, wait_group, warpgroup
-from tiles import fp8e4m3, fp32, inlined, rt, st, static, sv
+from ops import commit_group, store_widened, subtile, wait_group, warpgroup
+from tiles import fp8e4m3, inlined, rt, st, static, sv
 from tiles.arguments import array
 from tiles.layout import WARPGROUP
 
@@ -13,7 +13,6 @@ from ..softmax.decode.caches import Dense
 from .shape import LATENT
 
 TEAMS, BAND = 2, 16  # of warps; rows that a warp widens at once
-UNITS = rt(BAND, LATENT, fp32).col_vec
 
 
 @static
@@ -96,7 +95,7 @@ class Narrow(Gathered):
         key = int32(first + rows * rank)
         latents = self.start(pipes, int32(0), gLatent, gRotary, gDescale, sequence, key, end, given)
         for j in range(n):
-            store_widened(subtile(pipes.latent.claim(j), rows, rank), latents, full(UNITS, 1.0))
+            store_widened(subtile(pipes.latent.claim(j), rows, rank), latents)
             wait_group()
             pipes.latent.publish(j)
             pipes.rotary.publish(j, fenced=True)

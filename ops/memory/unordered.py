@@ -9,7 +9,7 @@ way meanwhile. (`load` exchanges them in the quad at once, for products and vect
 So are fp8 tiles that become 16 bits on their way to shared memory, where columns are in their own order again:
 
     x = load_unordered(gX, rt(16, 512, fp8e4m3), at, aligned=True)      rows that lie in pages: load_pages
-    store_widened(tile, x, unit)
+    store_widened(tile, x)
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from tiles.builder import i64
-from tiles.dtypes import DTYPES, bf16, fp32
+from tiles.dtypes import DTYPES, bf16
 from tiles.interpreter import here
 from tiles.interpreter.accesses import READ
 from tiles.op import integer, lowers, op
@@ -103,10 +103,10 @@ def load_pages(pool, spec, found, at, last):
 
 
 @op(takes_operands=True)
-def store_widened(tile, value, unit):
-    """tile[:] = value * unit, rounded once, its columns in their own order again. tile: st(16, n) of 2 bytes an element; value:
-    rt(16, n) of fp8, as load_unordered and load_pages give it, n a multiple of 64; unit: of its rows, in fp32."""
-    here().write(tile, (value.array * unit.array)[:, np.argsort(global_vectorized.order(value.spec, value.dtype))])
+def store_widened(tile, value):
+    """tile[:] = value, its columns in their own order again. tile: st(16, n) of 2 bytes an element; value: rt(16, n) of fp8, as
+    load_unordered and load_pages give it, n a multiple of 64."""
+    here().write(tile, value.array[:, np.argsort(global_vectorized.order(value.spec, value.dtype))])
 
 
 def _fits(spec, held):
@@ -144,21 +144,19 @@ def _(pool, spec: type, found, at, last):
 
 
 @lowers(store_widened)
-def _(tile, value, unit):
+def _(tile, value):
     fits = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.width == 2 * QUAD_OF_8
-    if not fits or not _fits(value, value.dtype) or tile.shape != value.shape or unit != replace(value, dtype=fp32).col_vec:
+    if not fits or not _fits(value, value.dtype) or tile.shape != value.shape:
         shape = f"({BAND}, {QUAD_OF_8} n"
-        raise TypeError(
-            f"store_widened: takes st{shape}) of 2 bytes, rt{shape}) of fp8 and rows of fp32, got {tile}, {value}, {unit}"
-        )
+        raise TypeError(f"store_widened: takes st{shape}) of 2 bytes and rt{shape}) of fp8, got {tile}, {value}")
 
-    def emit(b, address, registers, units):
-        lane, units = b.lane(), b.unpack(units)
+    def emit(b, address, registers):
+        lane = b.lane()
         row, byte = b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(32))
         start, swizzle = b.row_address(tile, address, row)  # of eight lanes four have one row, four the next: no bank twice
         places = [b.add(start, b.xor(b.add(byte, b.u32(16 * half)), swizzle)) for half in (0, 1)]
         for (down, col), words in global_vectorized.accesses_of(b, value, registers):
-            found = [b.fmul(x, units[down // global_vectorized.HALF]) for x in b.elements(value, b.pack(words))]
+            found = b.elements(value, b.pack(words))
             pairs = [b.pair(tile.dtype, *found[k : k + 2]) for k in range(0, len(found), 2)]
             further = down * tile.width + col // QUAD_OF_8 * tile.panel_bytes
             for half, place in enumerate(places):

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import load, load_pages, load_unordered, look_up, row_sum, store, store_unordered, store_widened, subtile, zeros
+from ops import load, load_pages, load_unordered, look_up, row_sum, store, store_unordered, store_widened, subtile
 from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
 from tiles.testing import blank, meaning, ptx
 
@@ -79,17 +79,16 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2], ids=str)
 def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype):
-    """Times a number for each row; of an array, and of pages; rows behind the end are 0, no place behind it is looked up."""
+    """Of an array, and of pages; rows behind the end are 0, no place behind it is looked up."""
     HELD, WIDE, PART, LAST, SIZE = rt(16, 128, dtype), rt(16, 128, bf16), st(16, 128, dtype, 64), 27, 3
-    smem, UNIT = tiles.shared(first=st(8, 64, bf16), t=st(32, 128, bf16)), rt(16, 128, fp32).col_vec
+    smem = tiles.shared(first=st(8, 64, bf16), t=st(32, 128, bf16))
 
     @cuda.jit
-    def body(x, pool, pages, units, out):
+    def body(x, pool, pages, out):
         _, t = smem.open()
-        unit = load(units, UNIT, (0,))
-        store_widened(subtile(t, 16, 0), load_unordered(x, HELD, (1, 4, 0), aligned=True), unit)
+        store_widened(subtile(t, 16, 0), load_unordered(x, HELD, (1, 4, 0), aligned=True))
         found = look_up(PART, pages, SIZE, (1, 16), LAST)
-        store_widened(subtile(t, 16, 1), load_pages(pool, HELD, found, (16, 2, 0), LAST), unit)
+        store_widened(subtile(t, 16, 1), load_pages(pool, HELD, found, (16, 2, 0), LAST))
         cuda.syncwarp()
         store(out, load(subtile(t, 16, 0), WIDE), (0, 0))
         store(out, load(subtile(t, 16, 1), WIDE), (16, 0))
@@ -97,13 +96,11 @@ def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype):
     x, pool, out = sample((2, 18, 128), dtype), sample((11, SIZE, 3, 128), dtype), blank((32, 128), bf16)
     pages = np.full((2, 11), -(2**20), np.int32)
     pages[1, : -(-LAST // SIZE)] = np.random.default_rng(1).permutation(11)[: -(-LAST // SIZE)]
-    units = sample(16) + 3
-    run(body, x, pool, pages, units, out, shared=smem)
+    run(body, x, pool, pages, out, shared=smem)
     wanted = np.zeros((32, 128), np.float32)
     wanted[:14] = x[1, 4:]
     for row in range(16, LAST):
         wanted[row] = pool[pages[1, row // SIZE], row % SIZE, 2]
-    wanted *= np.tile(units, 2)[:, None]
     assert (out == wanted.astype(bf16.np)).all()
 
 
@@ -112,7 +109,7 @@ def test_what_widening_refuses():
 
     @cuda.jit
     def more_rows(x):
-        store_widened(smem.open()[0], load_unordered(x, ROWS, (0, 0)), zeros(ROWS.col_vec))
+        store_widened(smem.open()[0], load_unordered(x, ROWS, (0, 0)))
 
     @cuda.jit
     def other_rows(x):
