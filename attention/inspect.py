@@ -13,8 +13,10 @@ import inspect
 import itertools
 import json
 import multiprocessing
+import textwrap
 from collections.abc import Iterator
 from functools import partial
+from types import CodeType
 
 from tiles.arguments import signature
 from tiles.inspect import figures
@@ -78,11 +80,25 @@ def configurations(everything=False, arch="sm_90a", only=()):
 
 
 @functools.cache
-def lines(module) -> int:
-    """Lines of the kernel and its helpers, here and in other modules, without blanks, comments and docstrings."""
-    ours = {x for x in vars(module).values() if (getattr(x, "__module__", None) or "").startswith(__package__)}
-    helpers = {x for x in ours if inspect.isclass(x) or inspect.isfunction(x)}
-    return sum(_kernel_lines(inspect.getsource(x)) for x in helpers | {module.make.__wrapped__})
+def lines(make) -> int:
+    """Lines of the kernel that `make` writes and its helpers in any module, without blanks, comments and docstrings."""
+    helpers, found = set(), [make]
+    while found:
+        one = inspect.unwrap(found.pop())
+        if one not in helpers:
+            helpers.add(one)
+            if inspect.isfunction(one):  # a class's own helpers are its methods
+                named = [inspect.getmodule(one).__dict__.get(name) for name in _names(one.__code__)]
+                found += [x for x in named if callable(x) and getattr(x, "__module__", "").startswith(__package__)]
+    return sum(_kernel_lines(textwrap.dedent(inspect.getsource(x))) for x in helpers)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The globals and attributes that a function's code speaks of, and that of the functions in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 def _kernel_lines(source: str) -> int:
@@ -101,7 +117,7 @@ def row(name, module, config, arch) -> dict:
     """Compile one configuration, if nobody remembers it, and describe the outcome."""
     kernel, smem = module.make(config)
     found = figures(kernel, signature(kernel), arch, smem, config.threads)
-    return {**vars(found), "kernel": name, "config": str(config), "lines": lines(module)}
+    return {**vars(found), "kernel": name, "config": str(config), "lines": lines(getattr(type(config), "make", module.make))}
 
 
 def _nth(given, n) -> dict:
