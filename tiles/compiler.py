@@ -8,17 +8,14 @@ import functools
 import itertools
 import re
 import threading
-import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from cuda.bindings.nvjitlink import nvJitLinkError
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
-from numba.cuda import cgutils, compiler, dispatcher, lowering, target
-from numba.cuda.core import compiler_machinery, postproc, targetconfig, transforms
-from numba.cuda.debuginfo import CUDADIBuilder
-from numba.cuda.misc import firstlinefinder
+from numba.cuda import cgutils, compiler, dispatcher
 
 from . import constants, named  # noqa: F401  # they teach Numba
 from .builder import i32
@@ -27,6 +24,7 @@ from .lines import Place, of_ptx
 from .overwritten import complaints, overwritten
 from .plainly import plainly
 from .plumbing import TENSOR_MAP, forget, helpers_as
+from .sooner import INSTEAD
 from .typed import typed
 
 
@@ -105,7 +103,8 @@ def _compiling_for(cc, form="code"):
     """numba-cuda asks the current device for its compute capability when a kernel calls a device function; answer for it,
     so that code for any architecture can be made on any machine. Afterwards Numba keeps nothing of a factory's. Meanwhile no
     garbage is collected: that would take a fifth of the time. form: how what is compiled into the kernel is (helpers_as)."""
-    instead = (dispatcher, "get_current_device", lambda: type("Device", (), {"compute_capability": cc})), *_INSTEAD
+    device = SimpleNamespace(compute_capability=cc)
+    instead = (dispatcher, "get_current_device", lambda: device), *INSTEAD
     with _alone, uncollected(), helpers_as(form):
         before = [getattr(owner, name) for owner, name, _ in instead]
         for owner, name, ours in instead:
@@ -116,77 +115,6 @@ def _compiling_for(cc, form="code"):
             for (owner, name, _), theirs in zip(instead, before):
                 setattr(owner, name, theirs)
             forget()
-
-
-class _TableOfLines(CUDADIBuilder):
-    """Numba's description of a function for debuggers, but for what nobody asks of a table of lines: types and variables. A
-    tile is a struct of many fields, and to describe those of all calls took a third of the time."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self._locations = {}
-
-    def _di_subroutine_type(self, *_):
-        return self.module.add_debug_info("DISubroutineType", {"types": self.module.add_metadata([])})
-
-    def _di_location(self, line):
-        at = len(self.subprograms), line
-        if at not in self._locations:
-            self._locations[at] = super()._di_location(line)
-        return self._locations[at]
-
-    def mark_variable(self, *_, **__):
-        pass
-
-    update_variable = mark_variable
-
-
-_begins: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: {its file: the line where its function begins}
-
-
-def _line_of_def(function):
-    """Where a function begins; its source is parsed once. Numba itself fails at lambdas, and at bodies of nothing but a
-    docstring."""
-    code, found = function.__code__, None
-    known = _begins.setdefault(code, {})
-    if code.co_filename not in known:
-        with contextlib.suppress(IndexError, SyntaxError):
-            found = firstlinefinder.get_func_def_lineno(function)
-        known[code.co_filename] = found or code.co_firstlineno
-    return known[code.co_filename]
-
-
-class _Processed(postproc.PostProcessor):
-    """Numba's care for a function that a pass has changed, which variables live where, found when somebody asks: after most
-    passes nobody does. It took a tenth of the time."""
-
-    def run(self, emit_dels=False, extend_lifetimes=False):
-        code = self.func_ir
-        if code.is_generator:
-            return super().run(emit_dels, extend_lifetimes)
-        code.blocks = transforms.canonicalize_cfg(code.blocks)
-        code.variable_lifetime, code.generator_info = postproc.VariableLifetime(code.blocks), None
-        if emit_dels:
-            self._insert_var_dels(extend_lifetimes=extend_lifetimes)
-
-
-_defaults: dict[type, dict] = {}  # of each class of Numba's flags, what they say where nobody sets one
-
-
-def _flags(self):
-    """What all flags say; Numba asks for each by its name."""
-    if type(self) not in _defaults:
-        _defaults[type(self)] = {name: option.default for name, option in self.options.items()}
-    return {**_defaults[type(self)], **self._values}
-
-
-_INSTEAD = [  # while we compile, these of Numba are ours
-    (lowering, "get_func_def_lineno", _line_of_def),
-    (target, "CUDADIBuilder", _TableOfLines),
-    (postproc, "PostProcessor", _Processed),
-    (compiler_machinery, "PostProcessor", _Processed),
-    (targetconfig.TargetConfig, "values", _flags),
-]
 
 
 def capability(arch):
@@ -233,8 +161,8 @@ def _name_of(struct):
 
 
 def _with_names(text):
-    """LLVM's text of a module, its long structs by name. A tile's is written in all instructions that take one of its registers,
-    and was five sixths of what NVVM read, in three times the time."""
+    """LLVM's text of a module, its long structs by name. A tile's is written in each instruction that takes one of its
+    registers, and was five sixths of what NVVM read, in three times the time."""
     structs = {}
     text = _STRUCT.sub(lambda found: structs.setdefault(found[0], _name_of(found[0])), text)
     head, gap, functions = text.partition("\n\n")

@@ -37,7 +37,6 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
     ("sm_90a", writing, writing.Config(bf16, bf16)),
     ("sm_80", attend, attend.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=attend.ROOM["sm_80"])),
-    ("sm_90a", attend, attend.config_for(256, 256, Same(bf16), *SHARED, early=True)),
     ("sm_90a", attend, attend.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, mla_ampere.ROOM["sm_80"])),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
@@ -50,25 +49,19 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_90a", backward.apart, backward.apart.config_for(64, bf16, CAUSAL)),
     *(("sm_90a", backward.folded, backward.folded.config_for(n, bf16, CAUSAL)) for n in (64, 128)),
     *(("sm_90a", module, module.config_for(256, bf16, CAUSAL)) for module in (backward.wide, backward.wide_queries)),
-    *(("sm_80", backward.ampere, backward.ampere.config_for(n, bf16, CAUSAL)) for n in (64, 128, 256)),
+    *(("sm_80", backward.ampere, backward.ampere.config_for(n, bf16, CAUSAL)) for n in (128, 256)),
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
     ("sm_80", backward.norms, backward.norms.Rows(Layer(), 256, bf16, False)),
     ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
-    ("sm_90a", chunk_hopper, chunk_hopper.Config(128, 2, bf16, STEPS, MAMBA2, varlen=True)),
-    ("sm_90a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer(), piece=4)),
     ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, ampere.LARGE, 8)),
     ("sm_90a", token_loop, token_loop.Config(128, "channel", normalize=True)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
-    ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True, piece=4)),
     ("sm_100a", ampere, ampere.config_for(128, bf16, CAUSAL, ampere.LARGE, 4)),
-    ("sm_100a", ampere, ampere.config_for(96, fp16, FULL, ampere.LARGE)),
     ("sm_100a", token_loop, token_loop.Config(64, "channel", True, single=True)),
-    ("sm_120a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer(), piece=4)),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, BySteps(), OUTPUTS, piece=8)),
     ("sm_120a", ampere, ampere.config_for(256, bf16, FULL, ampere.SHARED_BYTES, 4)),
-    ("sm_120a", token_loop, token_loop.Config(256, "channel", normalize=True)),
     ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
 ]
 
@@ -98,8 +91,7 @@ def test_processes_share_the_work():
     """Rows come in the order of the configurations, whoever compiles them."""
     only = ("softmax.backward.finish",)
     asked = [str(config) for *_, config in inspect.configurations(False, "sm_80", only)]
-    for jobs in 1, 2:
-        assert [row["config"] for row in inspect.rows(False, "sm_80", jobs, only)] == asked and len(asked) == 3
+    assert [row["config"] for row in inspect.rows(False, "sm_80", 2, only)] == asked and len(asked) == 3
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -109,12 +101,9 @@ def test_no_configuration_comes_twice(arch):
 
 
 ALIKE = [  # configurations that differ in one field each
-    *(("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, gate, OUTPUTS)) for gate in (Gate(), ByToken(), BySteps())),
-    ("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, Gate(), OUTPUTS, piece=8)),
-    ("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, Gate(), OUTPUTS, varlen=True)),
+    *(("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, Gate(), OUTPUTS, varlen=varlen)) for varlen in (False, True)),
     *(("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, ByHead(apart), OUTPUTS)) for apart in (False, True)),
-    ("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, ByHead(), Outputs(divided=True))),
-    *(("sm_80", token_loop, token_loop.Config(64, decay)) for decay in ("", "token", "channel")),
+    *(("sm_80", token_loop, token_loop.Config(64, decay)) for decay in ("", "token")),
 ]
 
 

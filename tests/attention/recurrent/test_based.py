@@ -147,7 +147,7 @@ def test_a_long_sequence(card):
     assert np.abs(out - 1.5).max() < 0.03
 
 
-@pytest.mark.parametrize("dtype, normalize, varlen", [(bf16, 1, 1), (bf16, 0, 0), (fp16, 1, 0), (fp16, 0, 1)], ids=str)
+@pytest.mark.parametrize("dtype, normalize, varlen", [(bf16, 1, 1), (fp16, 0, 0)], ids=str)
 def test_machine_code(dtype, normalize, varlen):
     """No spills, and no product waits for another."""
     config = module.Config(dtype, bool(normalize), bool(varlen))

@@ -39,13 +39,13 @@ def test_lengths_around_every_chunk(place, length):
     agree(place, *inputs(1, length, 1, 64, 64))
 
 
-@pytest.mark.parametrize(("gate", "dtype"), [(0.3, BF16), (2, FP16), (50, BF16), (1e-4, FP16)])
+@pytest.mark.parametrize(("gate", "dtype"), [(0.3, BF16), (50, FP16), (1e-4, BF16)])
 def test_gates_of_any_size(place, gate, dtype):
     """Those of channels and chunks may differ as much as they like, 0 and the end of all memory included."""
-    q, k, v, beta, decay = inputs(1, 200, 1, 64, 64, dtype, gate=gate)
-    decay[0, 70:90, :, ::3] = -50
-    decay[0, 100:110] = 0
-    decay[0, 150] = -np.inf
+    q, k, v, beta, decay = inputs(1, 150, 1, 64, 64, dtype, gate=gate)
+    decay[0, 50:70, :, ::3] = -50
+    decay[0, 80:90] = 0
+    decay[0, 110] = -np.inf
     agree(place, q, k, v, beta, decay)
 
 
@@ -73,7 +73,7 @@ def test_dtypes_of_beta_and_decay(place, gate, dtype):
 
 
 @pytest.mark.parametrize(
-    ("ends", "gate"), [([0, 64, 128], 0.02), ([0, 1, 70, 70, 200, 263], 0.02), ([0, 1, 70, 70, 150], 6), ([0, 300], 0.02)]
+    ("ends", "gate"), [([0, 64, 128], 0.02), ([0, 1, 70, 70, 200, 263], 0.02), ([0, 1, 40, 40, 110], 6), ([0, 300], 0.02)]
 )
 def test_sequences_one_behind_the_other(place, ends, gate):
     """As each by itself; its neighbours may be NaN."""
@@ -106,7 +106,6 @@ def test_other_schedules(monkeypatch, schedule):
 
 CONFIGS = [
     kda_hopper.Config(64, 1, fp32, bf16),
-    kda_hopper.Config(128, 1, fp16, bf16, True),
     kda_hopper.Config(128, 2, fp32, bf16, True),
     kda_hopper.Config(128, 2, fp16, fp16),
 ]

@@ -16,21 +16,19 @@ from tiles import fp16 as tiles_f16
 from tiles.frameworks import describe
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
-HEADS = 4
-DECAYS = {"none": (), "head": (HEADS,), "token": (0, 1, HEADS), "channel": (0, 1, HEADS, 2)}
+HEADS = 2
+DECAYS = {"none": "", "head": "h", "token": "bth", "channel": "bthk"}  # axes: batch, tokens, heads, keys' columns
 
 
-def inputs(batch=2, length=70, key_dim=64, value_dim=64, decay="none", key_heads=2, dtype=bf16, gates=f32, seed=0):
+def inputs(batch=2, length=70, key_dim=64, value_dim=64, decay="none", key_heads=1, dtype=bf16, gates=f32, seed=0, heads=HEADS):
     """The arguments of a call, and a state to begin with."""
     rng = np.random.default_rng(seed)
     q, k = rng.standard_normal((2, batch, length, key_heads, key_dim)).astype(dtype)
-    v = rng.standard_normal((batch, length, HEADS, value_dim)).astype(dtype)
-    given = dict(q=q, k=k, v=v, initial_state=rng.standard_normal((batch, HEADS, key_dim, value_dim)).astype(f32))
-    if DECAYS[decay]:
-        shape = (
-            DECAYS[decay] if decay == "head" else [(batch, length, key_dim, HEADS)[n] if n < 3 else n for n in DECAYS[decay]]
-        )
-        given["decay"] = -rng.exponential(0.2, shape).astype(gates)
+    v = rng.standard_normal((batch, length, heads, value_dim)).astype(dtype)
+    given = dict(q=q, k=k, v=v, initial_state=rng.standard_normal((batch, heads, key_dim, value_dim)).astype(f32))
+    if axes := DECAYS[decay]:
+        sizes = dict(b=batch, t=length, h=heads, k=key_dim)
+        given["decay"] = -rng.exponential(0.2, [sizes[axis] for axis in axes]).astype(gates)
     return given
 
 
@@ -59,10 +57,10 @@ def test_sizes(place, key_dim, value_dim, decay):
     check(place, inputs(1, 40, key_dim, value_dim, decay))
 
 
-@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_shared_keys(place, key_heads, decay):
-    check(place, inputs(length=20, decay=decay, key_heads=key_heads))
+    check(place, inputs(length=20, decay=decay, key_heads=key_heads, heads=4))
 
 
 @pytest.mark.parametrize("dtype, gates", [(f16, f32), (bf16, bf16), (f16, f16)])
@@ -191,7 +189,7 @@ def test_scales_that_float16_does_not_hold(place, scale):
 
 WEAK, STRONG = 0.99, 1.01
 STRENGTHS = [(64, bf16, f32, WEAK), (64, bf16, f32, STRONG), (128, f16, f16, WEAK), (128, f16, f16, STRONG)]
-STRENGTHS += [(128, bf16, f32, STRONG), (256, bf16, bf16, WEAK)]
+STRENGTHS += [(256, bf16, bf16, WEAK)]
 
 
 @pytest.mark.parametrize("key_dim, dtype, gates, strength", STRENGTHS)
@@ -224,14 +222,16 @@ def test_gla(place):
 
 def test_the_parts_of_a_sequence(place):
     """A state given back begins what follows."""
-    given = {name: place.put(x) for name, x in inputs(1, 100, decay="head").items() if name != "initial_state"}
-    whole = place.get(linear(**given))
+    given = {name: x for name, x in inputs(1, 100, decay="head").items() if name != "initial_state"}
     first, rest = (
-        {name: x[:, s] if len(x.shape) > 1 else x for name, x in given.items()} for s in (slice(0, 70), slice(70, 100))
+        {name: place.put(x[:, part].copy() if x.ndim > 1 else x) for name, x in given.items()}
+        for part in (slice(0, 70), slice(70, 100))
     )
+    whole = place.get(linear(**{name: place.put(x) for name, x in given.items()}))
     out, state = linear(**first, return_state=True)
-    reference.assert_close(place.get(linear(**rest, initial_state=state)), whole[:, 70:], whole[:, 70:], factor=0)
     assert (place.get(out) == whole[:, :70]).all()
+    ref, low = (reference.linear(**given, low=low)[0][:, 70:] for low in (False, True))
+    reference.assert_close(place.get(linear(**rest, initial_state=state)), ref, low)
 
 
 @pytest.mark.parametrize("decay", DECAYS)

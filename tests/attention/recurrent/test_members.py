@@ -24,9 +24,10 @@ def both(state):
 
 
 # ---- as compiled -----------------------------------------------------------------------------------------------------
-@every
-def test_as_compiled_for_hopper(member, as_compiled):
-    """The PTX of every member's kernels, through three chunks, the last one short."""
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name not in ("retention", "lightning")])
+def test_as_compiled_for_hopper(name, as_compiled):
+    """The PTX of every member's kernels, through three chunks, the last one short; retention's are those of decays of heads."""
+    member = MEMBERS[name]
     as_compiled("sm_90a")
     tokens, fixed = member.inputs(140)
     member.judged(member.run(tokens | fixed)[0], tokens | fixed)
@@ -113,23 +114,23 @@ def features_of(token):
 
 # ---- sequences one behind the other ----------------------------------------------------------------------------------
 @every
-@pytest.mark.parametrize("poison", ["before", "after"])
-def test_neighbours_do_not_leak(member, poison):
+def test_neighbours_do_not_leak(member):
     """NaN in every array of a neighbour changes no bit; sequences without tokens, at both ends and between, have states."""
     ends = np.array([0, 0, 37, 37, 110, 110], np.int32)
     tokens, fixed = member.inputs(110)
     clean, states = member.run(tokens | fixed, cu_seqlens=ends)
     member.judged(clean[:, :37], {name: x[:, :37] for name, x in tokens.items()} | fixed)
     member.judged(clean[:, 37:], {name: x[:, 37:] for name, x in tokens.items()} | fixed)
-    bad, good, mine = (slice(37), slice(37, None), 3) if poison == "before" else (slice(37, None), slice(37), 1)
-    tokens = {name: x.copy() for name, x in tokens.items()}
-    for x in tokens.values():
-        x[:, bad] = np.nan
-    out, found = member.run(tokens | fixed, cu_seqlens=ends)
-    np.testing.assert_array_equal(out[:, good].astype(F32), clean[:, good].astype(F32))
-    for got, want in zip(both(found), both(states), strict=True) if member.start else ():
-        assert len(got) == 5 and not got[[0, 2, 4]].any()
-        np.testing.assert_array_equal(got[mine], want[mine])
+    before, after = slice(37), slice(37, None)
+    for bad, good, mine in (before, after, 3), (after, before, 1):
+        poisoned = {name: x.copy() for name, x in tokens.items()}
+        for x in poisoned.values():
+            x[:, bad] = np.nan
+        out, found = member.run(poisoned | fixed, cu_seqlens=ends)
+        np.testing.assert_array_equal(out[:, good].astype(F32), clean[:, good].astype(F32))
+        for got, want in zip(both(found), both(states), strict=True) if member.start else ():
+            assert len(got) == 5 and not got[[0, 2, 4]].any()
+            np.testing.assert_array_equal(got[mine], want[mine])
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------
@@ -138,16 +139,16 @@ GATED = ["simple GLA", "GLA", "gated delta rule", "KDA"]
 
 @pytest.mark.parametrize("name", GATED)
 def test_a_long_sequence_of_any_gates(name):
-    """2k tokens with gates from 0 to -50: no overflow, no NaN, and the end is right. The reference begins where a gate of -50
+    """1k tokens with gates from 0 to -50: no overflow, no NaN, and the end is right. The reference begins where a gate of -50
     has made everything before it 1e-22 of what it was."""
-    member, length, known = MEMBERS[name], 2**11, 200
+    member, length, known = MEMBERS[name], 2**10, 200
     tokens, _ = member.inputs(length, seed=3)
     tokens = {key: x[:, :, :1].copy() for key, x in tokens.items()}
     decay = tokens["decay"]
     decay *= 0.1
-    decay[:, 500:600] = -50 * np.random.default_rng(4).random(decay[:, 500:600].shape)
-    decay[:, 1000:1500] = 0
-    decay[:, 1700:1750] = decay[:, -known] = -50
+    decay[:, 250:300] = -50 * np.random.default_rng(4).random(decay[:, 250:300].shape)
+    decay[:, 500:750] = 0
+    decay[:, 850:875] = decay[:, -known] = -50
     out, state = member.run(tokens)
     assert np.isfinite(out.astype(F32)).all() and np.isfinite(state).all()
     member.judged(out[:, -known:], {key: x[:, -known:] for key, x in tokens.items()})
@@ -174,8 +175,7 @@ def test_a_million_tokens(card, name):
 
 
 # ---- decays ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize(("layout", "dtype"), [("bshd", F32), ("bhsd", BF16), ("bshd", np.dtype(np.float16))], ids=str)
 @pytest.mark.parametrize("name", ["decays of heads", *GATED, "delta rule, decays of heads"])
 def test_decays_of_every_form(name, dtype, layout):
     member = MEMBERS[name]

@@ -27,11 +27,9 @@ FORWARD = importlib.import_module("attention.softmax.forward")  # the module, wh
 
 
 AS_COMPILED = [  # (head_dim, causal, length)
-    (64, False, 200),
     (64, True, 330),
     (96, True, 130),
     (128, False, 150),
-    (128, True, 200),
     (192, False, 140),
     (256, True, 170),
 ]
@@ -84,10 +82,10 @@ def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout):
 )
 def test_more_keys_than_short_tiles_have(place, head_dim, causal, seq_kv):
     """Where other shapes serve. Tiles follow each other: what TMA stores, it stores while the next one begins."""
-    agree(place, *inputs(1, 200, seq_kv, 4 if isinstance(place, OnInterpreter) else 100, 1, head_dim), causal=causal)
+    agree(place, *inputs(1, 200, seq_kv, 2 if isinstance(place, OnInterpreter) else 100, 1, head_dim), causal=causal)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(1, 2), st.integers(1, 260), st.integers(1, 400), st.integers(1, 2), st.integers(1, 2), st.integers(1, 16),
     st.booleans(), st.sampled_from([BF16, FP16]), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 2),
