@@ -31,7 +31,7 @@ PLAIN = Variant(), Reach(False, True, False)
 PART = Part(bf16, 16)
 SHARED = *PLAIN, Paged(16), attend.either(bf16, 16), Variant(), Shares
 NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), attend.either(bf16, 16), Variant(), Shares
-SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect --all --check` takes all of them
+SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", ampere, ampere.config_for(192, bf16, CAUSAL, ampere.ROOM["sm_80"], 4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
@@ -44,7 +44,6 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_90a", mla_hopper, mla_hopper.gathered(bf16, True, PLAIN[1], Paged(16), PART)),
     ("sm_89", chunk_ampere, chunk_ampere.Config(128, 1, fp16, ByToken(), Outputs(divided=True))),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
-    ("sm_89", token_loop, token_loop.Config(128, "channel", True, varlen=True)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward.apart, backward.apart.config_for(64, bf16, CAUSAL)),
     *(("sm_90a", backward.folded, backward.folded.config_for(n, bf16, CAUSAL)) for n in (64, 128)),
@@ -55,7 +54,6 @@ SAMPLE = [  # each GPU with each kernel, and each form with some GPU; `inspect -
     ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, ampere.LARGE, 8)),
-    ("sm_90a", token_loop, token_loop.Config(128, "channel", normalize=True)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
     ("sm_100a", ampere, ampere.config_for(128, bf16, CAUSAL, ampere.LARGE, 4)),
     ("sm_100a", token_loop, token_loop.Config(64, "channel", True, single=True)),

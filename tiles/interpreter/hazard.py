@@ -1,6 +1,7 @@
 """What went wrong, and where in the kernel's source."""
 
 import linecache
+from types import CodeType
 from typing import NamedTuple
 
 KINDS = {
@@ -26,13 +27,18 @@ KINDS = {
 
 
 class Place(NamedTuple):
-    """A warp and the statement it is at: (file, line) of each function it is in, the innermost first. code: the instruction, of
-    a kernel that runs as compiled."""
+    """A warp and the statement it is at: where in each function it is in, the innermost first, (its code, an offset in it) or
+    (file, line). code: the instruction, of a kernel that runs as compiled."""
 
     block: tuple
     warp: int
-    frames: tuple
+    within: tuple
     code: str = ""
+
+    @property
+    def frames(self):
+        """(file, line) of each function. Found when somebody asks: it takes longer than most ops, and few places are shown."""
+        return tuple(_line(*where) for where in self.within)
 
     @property
     def line(self):
@@ -45,6 +51,12 @@ class Place(NamedTuple):
 
     def __str__(self):
         return f"warp {self.warp} (warpgroup {self.warp // 4}) of block {self.block}, {self.line}"
+
+
+def _line(file, at):
+    if isinstance(file, CodeType):
+        return file.co_filename, next(line for start, end, line in file.co_lines() if start <= at < end)
+    return file, at
 
 
 def _statement(file, line):

@@ -56,15 +56,15 @@ class Warp(greenlet):
     def place(self):
         """The statement the warp is at, and those that called its function."""
         frame = self.gr_frame if getcurrent() is not self else sys._getframe(1)
-        frames, source = [], self.block.cluster.source_codes()
+        within, source = [], self.block.cluster.source_codes()
         while frame:
             code = frame.f_code
             if id(code) in source:
-                frames.append((code.co_filename, frame.f_lineno))
+                within.append((code, frame.f_lasti))
             if code is self.kernel:
                 break
             frame = frame.f_back
-        return Place(self.block.index, self.index, tuple(frames))
+        return Place(self.block.index, self.index, tuple(within))
 
     def __str__(self):
         return str(self.place())

@@ -24,9 +24,12 @@ def both(state):
 
 
 # ---- as compiled -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [name for name in MEMBERS if name not in ("retention", "lightning")])
+KERNELS = ["linear, divided", "decays of heads", "simple GLA", "GLA", "Mamba-2", "based", "hedgehog", "gated delta rule", "KDA"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_as_compiled_for_hopper(name, as_compiled):
-    """The PTX of every member's kernels, through three chunks, the last one short; retention's are those of decays of heads."""
+    """The PTX of every member's kernels, through three chunks, the last one short; others have one of these, or less of it."""
     member = MEMBERS[name]
     as_compiled("sm_90a")
     tokens, fixed = member.inputs(140)
@@ -54,7 +57,7 @@ def test_as_compiled_for_all(name, as_compiled):
 
 # ---- states ----------------------------------------------------------------------------------------------------------
 @stated
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(length=some.integers(2, 140), cuts=some.sets(some.integers(1, 139), min_size=1, max_size=2), seed=some.integers(0, 9))
 def test_a_sequence_in_parts_is_the_whole(member, length, cuts, seed):
     """Wherever it is cut: the state after one part is where the next begins."""
