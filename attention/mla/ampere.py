@@ -18,8 +18,8 @@ from numpy import int32
 from ops import block, divmod, finish_sum, grid, log2, maximum, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.reach import Reach

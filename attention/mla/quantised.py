@@ -33,8 +33,8 @@ from ops import (
 )
 from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
+from tiles.cp_async import PIECES as EVERY
 from tiles.layout import LANES
-from tiles.pipeline import PIECES as EVERY
 
 from ..softmax.decode.caches import Dense, Paged
 from ..softmax.decode.reach import Reach

@@ -19,8 +19,8 @@ from numpy import int32
 from ops import divmod, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.arguments import FLOAT, INT, array
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from .kind import Kind, in_pages
 from .online import Softmax

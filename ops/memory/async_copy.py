@@ -12,43 +12,33 @@ tile by tile. Rows may lie in pages:
     copy_pages(subtile(k.claim(j), 16, warp), pool, found, (row, 0), last)
 """
 
-from tiles import ptx
+from tiles import cp_async, ptx
 from tiles.interpreter import here
 from tiles.op import lowers, op
-from tiles.pipeline import (
-    CHUNK_BYTES,
-    NUMBER,
-    check_copy,
-    found_type,
-    lower_copy,
-    lower_copy_numbers,
-    lower_copy_pages,
-    rows_of,
-)
 from tiles.plumbing import void
 from tiles.types import st, sv
 
 
 @op
-def copy_async(tile, source, at, rows=-2, cols=-1, piece=CHUNK_BYTES):
+def copy_async(tile, source, at, rows=-2, cols=-1, piece=cp_async.CHUNK_BYTES):
     """Start copying to a shared tile the part of a global array of its dtype that begins at index `at` and runs along axes
     `rows` and `cols`; zeros where it lies outside the array. Columns must be adjacent, and the array's address, its strides and
     at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte dtypes may
     lie at multiples of 2: the warp then loads and stores them, since cp.async copies no fewer than 4, and waits for memory. A
     shared vector, of numbers of 4 bytes, lies along axis `cols` at any stride."""
-    here().copy_async(tile, source, at, rows, cols, piece, range(rows_of(tile.spec)))
+    here().copy_async(tile, source, at, rows, cols, piece, range(cp_async.rows_of(tile.spec)))
 
 
 @lowers(copy_async)
 def _(tile, source, at, rows: int, cols: int, piece: int):
-    if not isinstance(tile, st) and not (isinstance(tile, sv) and tile.dtype.itemsize == NUMBER):
+    if not isinstance(tile, st) and not (isinstance(tile, sv) and tile.dtype.itemsize == cp_async.NUMBER):
         raise TypeError(f"copy_async: copies to a shared tile, got {tile}" + ": load and store it" * isinstance(tile, sv))
-    check_copy("copy_async", tile, source, at, rows, cols, piece)
+    cp_async.check_copy("copy_async", tile, source, at, rows, cols, piece)
 
     def emit(b, address, array, at, *_):
         if isinstance(tile, sv):
-            return lower_copy_numbers(b, source, tile, address, array, at, cols, tile.length, b.u32(0))
-        lower_copy(b, source, tile, address, array, at, rows, cols, piece, tile.rows, b.u32(0))
+            return cp_async.lower_copy_numbers(b, source, tile, address, array, at, cols, tile.length, b.u32(0))
+        cp_async.lower_copy(b, source, tile, address, array, at, rows, cols, piece, tile.rows, b.u32(0))
 
     return void, emit
 
@@ -56,30 +46,30 @@ def _(tile, source, at, rows: int, cols: int, piece: int):
 @op
 def look_up(part, pages, size, at, last):
     """In which pages the rows lie that `copy_pages` brings to a tile of type `part`: see tiles.pipeline.look_up."""
-    return here().look_up(pages, size, at, last, range(rows_of(part)))
+    return here().look_up(pages, size, at, last, range(cp_async.rows_of(part)))
 
 
 @lowers(look_up)
 def _(part: type, pages, size, at, last):
     if not isinstance(part, st | sv):
         raise TypeError(f"look_up: takes the type of a shared tile, got {part}")
-    found, emit = found_type(part, rows_of(part), pages, size, at, last)
+    found, emit = cp_async.found_type(part, cp_async.rows_of(part), pages, size, at, last)
     return found, lambda b, _, *values: emit(b, b.u32(0), *values)
 
 
 @op
-def copy_pages(tile, pool, found, at, last, piece=CHUNK_BYTES):
+def copy_pages(tile, pool, found, at, last, piece=cp_async.CHUNK_BYTES):
     """copy_async of rows that lie in the pages that were `found` (look_up) of a pool, an array (page, row, ..., column). at:
     (the tile's first row, ..., column), as if there were no pages; of a vector there is no column. Rows from `last` on are
     0."""
-    here().copy_pages(tile, pool, found, at, last, piece, range(rows_of(tile.spec)))
+    here().copy_pages(tile, pool, found, at, last, piece, range(cp_async.rows_of(tile.spec)))
 
 
 @lowers(copy_pages)
 def _(tile, pool, found, at, last, piece: int):
     if not isinstance(tile, st | sv):
         raise TypeError(f"copy_pages: copies to a shared tile, got {tile}")
-    copy = lower_copy_pages("copy_pages", tile, rows_of(tile), pool, found, at, last, piece)
+    copy = cp_async.lower_copy_pages("copy_pages", tile, cp_async.rows_of(tile), pool, found, at, last, piece)
     return void, lambda b, address, array, places, at, last, _: copy(b, address, b.u32(0), array, places, at, last)
 
 

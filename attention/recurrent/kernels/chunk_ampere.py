@@ -40,8 +40,8 @@ from ops import (
 )
 from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from . import chunk_hopper
 from .chunk_hopper import KEY_DIMS, WIDE

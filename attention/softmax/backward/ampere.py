@@ -22,8 +22,8 @@ from ops import block, divmod, load, mma_AB, mma_ABt, store, subtile, truncate, 
 from ops.memory.held import QUAD
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from ..ampere import LARGE, ROOM, SHARED_BYTES
 from ..seen import CAUSAL, FULL

@@ -11,8 +11,8 @@ from numpy import int32
 from ops import block, col_sum, divmod, zeros
 from tiles import bf16, fp32, shared, sv
 from tiles.arguments import FLOAT, INT, array
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from ..scores import Biased
 from ..variants import At

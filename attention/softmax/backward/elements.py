@@ -16,8 +16,8 @@ from numpy import int32
 from ops import block, col_sum, divmod, load, store, tile_max, tile_min, tile_sum, where, zeros
 from tiles import bf16, fp32, inlined, rt, shared
 from tiles.arguments import FLOAT, INT, array
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from ..scores import Sloped
 from ..variants import At

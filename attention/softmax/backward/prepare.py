@@ -12,8 +12,8 @@ from numpy import int32
 from ops import divmod, finish_sum, grid, lane_sum, load, row_index, store, truncate, where, zeros
 from tiles import dtype, fp32, rt
 from tiles.arguments import INT, Record, array, record
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from ..sequences import Batched
 from . import ampere, hopper, wide

@@ -34,8 +34,8 @@ from ops import (
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
+from tiles.cp_async import PIECES
 from tiles.layout import LANES
-from tiles.pipeline import PIECES
 
 from ..norms import Normed
 from ..online import LOWEST, TINY, Softmax

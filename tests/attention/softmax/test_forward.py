@@ -19,8 +19,8 @@ from attention.softmax import ampere, hopper, launches
 from attention.softmax.seen import CAUSAL, FULL
 from tiles import bf16, fp8e4m3
 from tiles.arrays import c_ordered
+from tiles.cp_async import PIECES
 from tiles.device import Interpreter
-from tiles.pipeline import PIECES
 
 FP16 = np.dtype(np.float16)
 FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's

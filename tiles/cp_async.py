@@ -1,0 +1,277 @@
+"""What one warp starts by cp.async (sm_80 and later): the copy of its share of a shared tile's rows, or of a vector's numbers,
+from a global array, or from pages once it is looked up in which. Pipelines and ops.copy_async are made of it.
+"""
+
+import itertools
+
+from llvmlite import ir
+from numba.cuda import types
+
+from . import layout, ptx
+from .builder import i32, i64
+from .op import integer
+from .plumbing import SCALARS
+from .types import sv
+
+PIECES = (16, 8, 4, 2)  # bytes that are copied at once: by a cp.async, or two by a load and a store
+CHUNK_BYTES = PIECES[0]  # that a lane copies of a row
+ELEMENT = PIECES[-1]  # bytes that cp.async cannot copy
+VECTOR = 16  # elements that a vector has a multiple of
+NUMBER = 4  # bytes of a vector's numbers, as cp.async copies them one by one
+
+
+def rows_of(tile):
+    """Rows of a tile, elements of a vector."""
+    return tile.length if isinstance(tile, sv) else tile.rows
+
+
+def check_copy(name, tile, source, at, rows, cols, piece):
+    """TypeError if cp.async cannot fill a shared tile with this part of a global array."""
+    if not isinstance(source, types.Array) or SCALARS.get(source.dtype) is not tile.dtype:
+        raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}")
+    if not (isinstance(at, types.BaseTuple) and len(at) == source.ndim and all(map(integer, at))):
+        raise TypeError(f"{name}: `at` must be {source.ndim} integers for an array of {source.ndim} axes, got {at}")
+    if isinstance(tile, sv):
+        return
+    if not all(-source.ndim <= axis < source.ndim for axis in (rows, cols)) or (rows - cols) % source.ndim == 0:
+        raise TypeError(f"{name}: {tile} lies along 2 axes of the array, got {rows} and {cols} of {source.ndim}")
+    pieces = PIECES if tile.dtype.itemsize == ELEMENT else PIECES[:-1]
+    if piece not in pieces:
+        raise TypeError(f"{name}: piece must be one of {pieces} bytes for {tile.dtype}, got {piece}")
+
+
+def check_vector(name, tile, share):
+    """ValueError if no warp can copy `share` of a shared vector's numbers."""
+    if tile.dtype.itemsize != NUMBER or share % VECTOR:
+        raise ValueError(
+            f"{name}: of a vector a warp copies a multiple of {VECTOR} numbers of {NUMBER} bytes, got {share} of {tile}"
+        )
+
+
+def _parts(tile, unit):
+    """What a lane copies of its row, `unit` bytes of a chunk at a time, a panel's after the other: (panel, byte in the row that
+    the lane's first one is 0 of, byte in the chunk)."""
+    for panel, part in itertools.product(range(tile.panels), range(0, CHUNK_BYTES, unit)):
+        yield panel, panel * tile.width + part, part
+
+
+def _clamped(b, x, most):
+    """The 64-bit x as 32 bits, no less than 0 and no more than `most`."""
+    low, high = i64(0), i64(most)
+    x = b.select(b.icmp_signed("<", x, high), x, high)
+    return b.u32(b.select(b.icmp_signed("<", x, low), low, x))
+
+
+def _counts(b, tile, begin, end, piece):
+    """How many bytes of each part to copy, where of a row those from `begin` on and before `end` lie inside the array; `begin`
+    is where a part begins."""
+    for _, low, _ in _parts(tile, piece):
+        left = b.sub(end, b.u32(low))
+        left = b.select(b.icmp_signed("<", left, b.u32(piece)), left, b.u32(piece))
+        outside = b.or_(b.icmp_signed("<", left, b.u32(0)), b.icmp_signed(">", begin, b.u32(low)))
+        yield b.select(outside, b.u32(0), left)
+
+
+def _place(b, tile, address, share, first):
+    """What a lane copies of the first rows from `first` on: (the lane, rows that a warp copies at once, the lane's row, the
+    byte in the row that its chunk begins with, the row's address, where the chunk goes there, has the lane a row at all?)."""
+    chunks = tile.width // CHUNK_BYTES  # of a panel's row
+    step = layout.LANES // chunks
+    lane = b.lane()
+    own = b.udiv(lane, b.u32(chunks))
+    row, byte = b.add(own, first), b.mul(b.and_(lane, b.u32(chunks - 1)), b.u32(CHUNK_BYTES))
+    start, swizzle = b.row_address(tile, address, row)
+    guard = b.zext(b.icmp_unsigned("<", own, b.u32(min(step, share))), i32)
+    return lane, step, row, byte, start, b.xor(byte, swizzle), guard
+
+
+def _further(b, tile, start, chunk, down):
+    """Where a chunk goes that lies `down` rows further than the one that goes to `chunk` of the row at `start`."""
+    return b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
+
+
+def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first):
+    """Start copying rows first.. first + share of the tile at `at`, by one warp: lanes side by side along a row's chunks of 16
+    bytes, so that a panel's row is one access to global memory and its chunks lie in different banks. A tile that lies inside
+    the array is copied without looking at every row: most do, and the copies stand in a loop that has better to do."""
+    data, extents, strides = b.array(ty, array)
+    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+    rows, cols, itemsize = rows % ty.ndim, cols % ty.ndim, tile.dtype.itemsize
+    inside = b.icmp_unsigned("==", b.u32(0), b.u32(0))
+    for axis, size in ((rows, tile.rows), (cols, tile.cols)):
+        fits = b.icmp_signed("<=", at[axis], b.sub(extents[axis], ir.Constant(i64, size)))
+        inside = b.and_(b.and_(inside, fits), b.icmp_signed(">=", at[axis], ir.Constant(i64, 0)))
+    lane, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
+    source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # rows are fewer than 2**31
+    for axis in range(ty.ndim):
+        if axis != rows:
+            source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+    source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # what changes from tile to tile last
+    nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
+    unit = CHUNK_BYTES if by_elements else piece
+
+    def copies(counts):
+        """One after the other; counts(row): of each part of it, how many bytes; or by elements: which bytes of the row."""
+        line, further = source, b.mul(strides[rows], ir.Constant(i64, step))
+        for down in range(0, share, step):
+            to = _further(b, tile, start, chunk, down)
+            for (panel, low, part), count in zip(_parts(tile, unit), counts(down), strict=True):
+                target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(line, ir.Constant(i64, low))
+                if by_elements:
+                    ptx.copy_elements(b, target, origin, low, *count, guard)
+                else:
+                    ptx.copy_async(b, target, origin, count, guard, piece)
+            line = b.add(line, further)  # not the first plus a multiple, each of which the loop would hold in registers
+
+    with b.if_then(inside):
+        all_of_it = (b.u32(0), b.u32(nbytes)) if by_elements else b.u32(piece)
+        copies(lambda _: itertools.repeat(all_of_it, tile.panels * CHUNK_BYTES // unit))
+    with b.if_then(b.not_(inside)):
+        byte = ptx.shuffle(b, byte, lane)  # of this lane itself: now no loop can make the widths ahead and hold them
+        first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
+        begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)  # of the row's bytes, counted from the lane's first one
+        end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
+        within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
+
+        def cut(down):
+            exists = b.icmp_unsigned("<", b.add(first_row, b.u32(down)), b.trunc(extents[rows], i32))
+            if by_elements:
+                return itertools.repeat((begin, b.select(exists, end, b.u32(0))), tile.panels)
+            return [b.select(exists, count, b.u32(0)) for count in within]
+
+        copies(cut)
+
+
+def _numbers(b, tile, address, share, first):
+    """A lane's numbers among `share` of a shared vector from `first` on: (its number, its address, is there one?) of each."""
+    lane = b.lane()
+    for down in range(0, share, layout.LANES):
+        own = b.add(lane, b.u32(down))
+        guard = b.zext(b.icmp_unsigned("<", own, b.u32(share)), i32)
+        own = b.add(own, first)
+        yield own, b.add(address, b.mul(own, b.u32(NUMBER))), guard
+
+
+def lower_copy_numbers(b, ty, tile, address, array, at, axis, share, first):
+    """Start copying numbers first.. first + share of a vector that lies at `at` along an axis of a global array."""
+    data, extents, strides = b.array(ty, array)
+    at, axis = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)], axis % ty.ndim
+    for k in range(ty.ndim):
+        if k != axis:
+            data = b.add(data, b.mul(at[k], strides[k]))
+    for own, to, guard in _numbers(b, tile, address, share, first):
+        place = b.add(at[axis], b.zext(own, i64))
+        exists = b.and_(b.icmp_signed(">=", place, i64(0)), b.icmp_signed("<", place, extents[axis]))
+        origin = b.add(data, b.mul(place, strides[axis]))
+        ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
+
+
+def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first):
+    """The same of numbers of which is known where in pages they lie."""
+    data, _, strides = b.array(ty, pool)
+    at, found = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)], b.unpack(found)
+    for axis in range(2, ty.ndim):
+        data = b.add(data, b.mul(at[axis - 1], strides[axis]))
+    numbers = _numbers(b, tile, address, share, first)
+    for (own, to, guard), number, inside in zip(numbers, found[::2], found[1::2], strict=True):
+        exists = b.icmp_signed("<", b.add(b.trunc(at[0], i32), own), b.u32(last))
+        origin = b.add(b.add(data, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
+        ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
+
+
+def _ownrows_of(b, tile, share, first):
+    """(a lane's row, has it one?) of each row that it copies, or a part of."""
+    if isinstance(tile, sv):
+        return [(own, guard) for own, _, guard in _numbers(b, tile, b.u32(0), share, first)]
+    _, step, row, *_, guard = _place(b, tile, b.u32(0), share, first)
+    return [(b.add(row, b.u32(down)), guard) for down in range(0, share, step)]
+
+
+def _looked_up(tile, share):
+    """Of how many rows a lane knows where they lie."""
+    return -(-share // (layout.LANES if isinstance(tile, sv) else layout.LANES * CHUNK_BYTES // tile.width))
+
+
+def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
+    """(number, row there) of each of a lane's rows, all looked up at once. Neighbours in a sequence are neighbours in the
+    table, so that what several lanes look up is one access."""
+    sequence, begin = b.unpack(at)
+    begin, size, found = b.u32(begin), b.u32(size), []
+    if table_ty is not None:
+        numbers, _, steps = b.array(table_ty, table)
+        numbers = b.add(numbers, b.mul(b.sext(sequence, i64) if sequence.type.width < 64 else sequence, steps[0]))
+        wide = table_ty.dtype.bitwidth == 64
+        register, letter, kind = (i64, "l", "b64") if wide else (i32, "r", "b32")
+        text = f"{{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\nmov.{kind} $0, 0;\n@p ld.global.{kind} $0, [$1];}}"
+    for row, guard in _ownrows_of(b, tile, share, first):
+        place = b.add(begin, row)
+        page = number = b.udiv(place, size)
+        if table_ty is not None:
+            exists = b.and_(b.icmp_signed("<", place, b.u32(last)), b.icmp_signed("!=", guard, b.u32(0)))
+            entry = b.add(numbers, b.mul(b.zext(page, i64), steps[1]))
+            number = b.asm(register, text, f"={letter},l,r", entry, b.zext(exists, i32))
+            number = b.trunc(number, i32) if wide else number
+        found += number, b.sub(place, b.mul(page, size))
+    return found
+
+
+def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first):
+    """The same of rows of which is known where in pages they lie."""
+    data, extents, strides = b.array(ty, pool)
+    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+    itemsize, cols, found = tile.dtype.itemsize, ty.ndim - 1, b.unpack(found)
+    _, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
+    line = b.add(data, b.zext(byte, i64))
+    for axis in range(2, ty.ndim):
+        line = b.add(line, b.mul(at[axis - 1], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
+    first_row = b.add(b.trunc(at[0], i32), row)
+    nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
+    first_byte = b.add(b.mul(at[-1], ir.Constant(i64, itemsize)), b.zext(byte, i64))
+    begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)
+    end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
+    within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
+    for down, number, inside in zip(range(0, share, step), found[::2], found[1::2], strict=True):
+        exists = b.icmp_signed("<", b.add(first_row, b.u32(down)), b.u32(last))
+        to = _further(b, tile, start, chunk, down)
+        source = b.add(b.add(line, b.mul(b.sext(number, i64), strides[0])), b.mul(b.zext(inside, i64), strides[1]))
+        for k, (panel, low, part) in enumerate(_parts(tile, CHUNK_BYTES if by_elements else piece)):
+            target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(source, ir.Constant(i64, low))
+            if by_elements:
+                ptx.copy_elements(b, target, origin, low, begin, b.select(exists, end, b.u32(0)), guard)
+            else:
+                ptx.copy_async(b, target, origin, b.select(exists, within[k], b.u32(0)), guard, piece)
+
+
+def found_type(tile, share, pages, size, at, last):
+    """(the type of what is found of `share` of a tile's rows, what emits it: of those from a `first` one on)"""
+    numbers, table = (types.int32, types.int64), None if pages in (None, types.none) else pages
+    if table is not None and not (isinstance(table, types.Array) and table.ndim == 2 and table.dtype in numbers):
+        raise TypeError(f"look_up: takes int32 or int64 numbers (sequence, which of its pages), or None, got {pages}")
+    if not (isinstance(at, types.BaseTuple) and len(at) == 2 and all(map(integer, at)) and integer(size) and integer(last)):
+        raise TypeError(f"look_up: size, last and the two of `at` must be integers, got {size}, {last} and {at}")
+    found = types.UniTuple(types.int32, 2 * _looked_up(tile, share))
+
+    def emit(b, first, value, vsize, vat, vlast):
+        return b.context.make_tuple(b, found, lower_look_up(b, tile, table, value, vsize, vat, vlast, share, first))
+
+    return found, emit
+
+
+def lower_copy_pages(name, tile, share, pool, found, at, last, piece):
+    """What emits the copies of `share` of a tile's rows; TypeError."""
+    vector = isinstance(tile, sv)
+    if not isinstance(pool, types.Array) or pool.ndim < 3 - vector or not isinstance(at, types.BaseTuple):
+        raise TypeError(f"{name}: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
+    check_copy(name, tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
+    counts = 2 * _looked_up(tile, share), 2 * share  # a lane's, the interpreter's
+    if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
+        raise TypeError(f"{name}: takes what look_up of a pipeline of such tiles has found, got {found}")
+    if not integer(last):
+        raise TypeError(f"{name}: last must be an integer, got {last}")
+
+    def emit(b, address, first, array, found, at, last):
+        if vector:
+            return lower_number_pages(b, pool, tile, address, array, found, at, last, share, first)
+        lower_pages(b, pool, tile, address, array, found, at, last, piece, share, first)
+
+    return emit
