@@ -4,88 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import TANH, ULP, draw, poisoned
+from judged import draw, poisoned
+from judged_decode import FP8, agree, case, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import reference
 from attention.softmax.decode import attend, decode, hopper, splits
-from tiles import fp8e4m3
 from tiles.frameworks import Kind
 
-FP16, FP8 = np.dtype(np.float16), fp8e4m3.np
-HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink", "q_norm", "k_norm"
-
-
-def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=BF16, value_dim=None, first=None):
-    """(q, k, v) of sequences of these lengths; NaN behind a length, and before `first` of each."""
-    batch, room = len(lengths), room or max(*lengths, 1)
-    q = draw((batch, tokens, heads, head_dim), dtype)
-    k, v = (draw((batch, room, kv_heads, dim), dtype) for dim in (head_dim, value_dim or head_dim))
-    for b, length in enumerate(lengths):
-        for x in (k, v):
-            x[b, length:] = np.nan
-            x[b, : first[b] if first else 0] = np.nan
-    return q, k, v
-
-
-def in_pages(k, v, lengths, size):
-    """(the pools, the table): pages in any order, NaN where nobody's keys lie, and no numbers behind a sequence's last page."""
-    rng = np.random.default_rng(3)
-    most = -(-k.shape[1] // size) + 1
-    used = [-(-n // size) for n in lengths]
-    numbers = iter(rng.permutation(sum(used) + 2))
-    table = np.full((len(lengths), most), -7, np.int32)
-    pools = [poisoned((sum(used) + 2, size, *x.shape[2:]), x.dtype) for x in (k, v)]
-    for b, n in enumerate(lengths):
-        for page in range(used[b]):
-            table[b, page] = number = next(numbers)
-            for pool, x in zip(pools, (k, v)):
-                rows = x[b, size * page : min(size * (page + 1), n)]
-                pool[number, : len(rows)] = rows
-    return *pools, table
-
-
-def known(q, k, v, lengths, leftpad=None, **options):
-    """The formula in float64, and as q's dtype allows: [(out, lse)] of each, a sequence at a time."""
-    found = []
-    for formula in (reference.forward, reference.forward_low):
-        outs = []
-        for b, n in enumerate(lengths):
-            keys = slice(0 if leftpad is None else leftpad[b], n)
-            one = options | ({"alibi": options["alibi"][b]} if np.ndim(options.get("alibi")) == 2 else {})
-            outs.append(formula(q[b : b + 1], k[b : b + 1, keys], v[b : b + 1, keys], **one))
-        found.append([np.concatenate(x) for x in zip(*outs)])
-    return found
-
-
-def put(place, x):
-    """An array, or those of a layer norm."""
-    return tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x)
-
-
-def agree(place, q, k, v, lengths, *, leftpad=None, size=None, splits=None, causal=True, family=None, **options):
-    """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
-    told = {"lengths": np.array(lengths, np.int32)} | options
-    told |= {} if leftpad is None else {"leftpad": np.array(leftpad, np.int64)}
-    keys, values = k, v
-    if size is not None:
-        keys, values, told["pages"] = in_pages(k, v, lengths, size)
-    told = {name: put(place, x) if name in HELD else x for name, x in told.items()}
-    out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
-    given = place.put(q), place.put(keys), place.put(values)
-    got, lse = attention.decode(*given, out=out, return_lse=True, splits=splits, causal=causal, family=family, **told)
-    assert got is out
-    (ref, ref_lse), (low, low_lse) = known(q, k, v, lengths, leftpad, causal=causal, **options)
-    cap, slope = options.get("softcap") or 0.0, np.abs(options.get("alibi", 0)).max()
-    reference.assert_close(place.get(out), ref, low, factor=3 if cap else 2)
-    with np.errstate(invalid="ignore"):
-        lost = np.nanmax(np.abs(low_lse - ref_lse), initial=0)
-    atol = 3 * lost + 8 * ULP + cap * TANH + slope * k.shape[1] * ULP
-    np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=atol)
-    return place.get(out), place.get(lse)
-
-
+FP16 = np.dtype(np.float16)
 EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
 
 
@@ -229,98 +157,6 @@ def test_a_cache_of_more_batches(place):
     np.testing.assert_array_equal(place.get(got), agree(place, q, k, v, lengths)[0])
 
 
-def fp8_agrees(place, lengths, head_dim, tokens, size, per, splits):
-    """Against float64 of the numbers that a cache holds, by 4 times what the formula in q's dtype loses. NaN stands behind
-    them. per: the axes of descales, "" for none; of each token they differ by factors of 1000, and are tiny."""
-    rng = np.random.default_rng(5)
-    q, k, v = case(lengths, tokens, head_dim=head_dim)
-    eight = [np.clip(x.astype(np.float32) * 8, -448, 448).astype(FP8) for x in (k, v)]
-    shape = {"B": len(lengths), "G": 2, "T": k.shape[1]}
-    descales = [rng.uniform(0.05, 0.3, [shape[axis] for axis in per]).astype(np.float32) for _ in "kv"]
-    if "T" in per:
-        descales = [descales[0], (1e-12 * 10 ** rng.uniform(0, 3, descales[1].shape)).astype(np.float32)]
-        for b, n in enumerate(lengths):
-            descales[0][b, n:] = descales[1][b, n:] = np.nan
-        held = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, descales)]
-    else:
-        held = [x.astype(np.float32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
-    told = {"lengths": np.array(lengths, np.int32)}
-    if per:
-        told |= {"k_descale": descales[0], "v_descale": descales[1]}
-    if size:
-        *eight, told["pages"] = in_pages(*eight, lengths, size)
-    if size and "T" in per:
-        told["k_descale"], told["v_descale"], _ = in_pages(*descales, lengths, size)
-    told, scale = {name: place.put(x) for name, x in told.items()}, None if per else 0.01
-    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **told)
-    (ref, _), (low, _) = known(q, *held, lengths, causal=True, scale=scale)
-    reference.assert_close(place.get(got), ref, low, factor=4)
-
-
-@pytest.mark.parametrize(("head_dim", "tokens", "size"), [(128, 9, 16), (64, 1, None)])
-def test_caches_of_fp8(place, head_dim, tokens, size):
-    fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BG", None)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "tokens", "size", "per", "splits"), [(96, 5, 1, "", None), (256, 1, None, "G", 2), (192, 1, 16, "BG", 1)]
-)
-def test_other_caches_of_fp8(head_dim, tokens, size, per, splits):
-    fp8_agrees(OnInterpreter(), (150, 0, 70), head_dim, tokens, size, per, splits)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "tokens", "size", "splits"), [(128, 9, 16, None), (64, 1, None, 2), (64, 9, 1, 1), (256, 1, 40, None)]
-)
-def test_descales_of_each_token(place, head_dim, tokens, size, splits):
-    """Behind a length they are NaN."""
-    fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BTG", splits)
-
-
-def test_descales_of_each_token_that_grow(place):
-    """A warp has several tiles of keys: what it has of values so far is then in another unit."""
-    fp8_agrees(place, (900,), 64, 1, None, "BTG", 1)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_descales_of_each_token_and_norms_of_keys(bias):
-    """What a norm adds to the mean of squares counts in units of the keys themselves."""
-    lengths = (70, 5)
-    q, k, v = case(lengths, 2)
-    eight = [np.nan_to_num(x.astype(np.float32) * 8).astype(FP8) for x in (k, v)]
-    units = [np.exp2(draw((2, 70, 2), np.float32, seed) - 6) for seed in (8, 9)]
-    weights = draw((2, 2, 64), np.float32, 10)
-    norm = (weights[0], weights[1]) if bias else weights[0]
-    told = {"k_descale": units[0], "v_descale": units[1], "lengths": np.int32(lengths)}
-    got = attention.decode(q, *eight, **told, k_norm=norm, norm_eps=0.01, splits=2)
-    held = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
-    (ref, _), (low, _) = known(q, *held, lengths, causal=True, k_norm=norm, norm_eps=0.01)
-    reference.assert_close(got, ref, low, factor=4)
-
-
-def test_descales_of_each_token_anywhere(place):
-    """Heads ahead of keys in memory, in a cache of more batches that is padded on the left, and in the other layout."""
-    lengths, leftpad, index = (70, 20), (3, 0), [3, 1]
-    q, k, v = case(lengths, 2)
-    eight = [np.nan_to_num(x.astype(np.float32)).astype(FP8) for x in (k, v)]
-    units = [np.exp2(draw((2, 70, 2), np.float32, seed) - 6) for seed in (8, 9)]
-    held, descales = [poisoned((5, *x.shape[1:]), FP8) for x in eight], [poisoned((5, 2, 70), np.float32) for _ in units]
-    for b, n in enumerate(lengths):
-        for i in range(2):
-            held[i][index[b], leftpad[b] : n] = eight[i][b, leftpad[b] : n]
-            descales[i][index[b], :, leftpad[b] : n] = units[i][b, leftpad[b] : n].T
-    told = {"lengths": np.int32(lengths), "leftpad": np.int32(leftpad), "batch_index": np.int32(index)}
-    told = {name: place.put(x) for name, x in told.items()} | {"splits": 2}
-    given, descales = [place.put(x) for x in (q, *held)], [place.put(x).swapaxes(1, 2) for x in descales]
-    got = attention.decode(*given, k_descale=descales[0], v_descale=descales[1], **told)
-    wide = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
-    (ref, _), (low, _) = known(q, *wide, lengths, leftpad, causal=True)
-    reference.assert_close(place.get(got), ref, low, factor=4)
-    turned = [x.swapaxes(1, 2) for x in (*given, *descales)]
-    again = attention.decode(*turned[:3], k_descale=turned[3], v_descale=turned[4], layout="bhsd", **told)
-    np.testing.assert_array_equal(place.get(again).swapaxes(1, 2), place.get(got))
-
-
 def test_layouts_and_strides(place):
     """Heads before tokens, and rows that begin at any even byte."""
     lengths = (70, 20)
@@ -401,16 +237,6 @@ def test_as_compiled(as_compiled, arch, size, splits, family):
     as_compiled(arch)
     lengths = (70,) if splits else (70, 3)
     agree(OnInterpreter(), *case(lengths, 2, 3, 1), lengths, size=size, splits=splits, family=family)
-
-
-def test_fp8_as_compiled(as_compiled):
-    as_compiled("sm_90a")
-    fp8_agrees(OnInterpreter(), (70,), 64, 1, None, "BG", 1)
-
-
-def test_descales_of_each_token_as_compiled(as_compiled):
-    as_compiled("sm_90a")
-    fp8_agrees(OnInterpreter(), (70,), 64, 1, 16, "BTG", 1)
 
 
 @pytest.mark.gpu

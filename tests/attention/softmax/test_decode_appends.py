@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import TANH, ULP, draw, poisoned
+from judged_decode import case, in_pages, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
-from test_decode import case, in_pages, known
 
 import attention
 from attention import reference

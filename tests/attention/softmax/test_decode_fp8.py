@@ -1,0 +1,113 @@
+"""attention.decode on caches of fp8, with descales of heads and of each token, against float64."""
+
+import numpy as np
+import pytest
+from judged import draw, poisoned
+from judged_decode import FP8, case, in_pages, known
+from places import OnInterpreter
+
+import attention
+from attention import reference
+
+
+def fp8_agrees(place, lengths, head_dim, tokens, size, per, splits):
+    """Against float64 of the numbers that a cache holds, by 4 times what the formula in q's dtype loses. NaN stands behind
+    them. per: the axes of descales, "" for none; of each token they differ by factors of 1000, and are tiny."""
+    rng = np.random.default_rng(5)
+    q, k, v = case(lengths, tokens, head_dim=head_dim)
+    eight = [np.clip(x.astype(np.float32) * 8, -448, 448).astype(FP8) for x in (k, v)]
+    shape = {"B": len(lengths), "G": 2, "T": k.shape[1]}
+    descales = [rng.uniform(0.05, 0.3, [shape[axis] for axis in per]).astype(np.float32) for _ in "kv"]
+    if "T" in per:
+        descales = [descales[0], (1e-12 * 10 ** rng.uniform(0, 3, descales[1].shape)).astype(np.float32)]
+        for b, n in enumerate(lengths):
+            descales[0][b, n:] = descales[1][b, n:] = np.nan
+        held = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, descales)]
+    else:
+        held = [x.astype(np.float32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
+    told = {"lengths": np.array(lengths, np.int32)}
+    if per:
+        told |= {"k_descale": descales[0], "v_descale": descales[1]}
+    if size:
+        *eight, told["pages"] = in_pages(*eight, lengths, size)
+    if size and "T" in per:
+        told["k_descale"], told["v_descale"], _ = in_pages(*descales, lengths, size)
+    told, scale = {name: place.put(x) for name, x in told.items()}, None if per else 0.01
+    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **told)
+    (ref, _), (low, _) = known(q, *held, lengths, causal=True, scale=scale)
+    reference.assert_close(place.get(got), ref, low, factor=4)
+
+
+@pytest.mark.parametrize(("head_dim", "tokens", "size"), [(128, 9, 16), (64, 1, None)])
+def test_caches_of_fp8(place, head_dim, tokens, size):
+    fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BG", None)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "size", "per", "splits"), [(96, 5, 1, "", None), (256, 1, None, "G", 2), (192, 1, 16, "BG", 1)]
+)
+def test_other_caches_of_fp8(head_dim, tokens, size, per, splits):
+    fp8_agrees(OnInterpreter(), (150, 0, 70), head_dim, tokens, size, per, splits)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "size", "splits"), [(128, 9, 16, None), (64, 1, None, 2), (64, 9, 1, 1), (256, 1, 40, None)]
+)
+def test_descales_of_each_token(place, head_dim, tokens, size, splits):
+    """Behind a length they are NaN."""
+    fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BTG", splits)
+
+
+def test_descales_of_each_token_that_grow(place):
+    """A warp has several tiles of keys: what it has of values so far is then in another unit."""
+    fp8_agrees(place, (900,), 64, 1, None, "BTG", 1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_descales_of_each_token_and_norms_of_keys(bias):
+    """What a norm adds to the mean of squares counts in units of the keys themselves."""
+    lengths = (70, 5)
+    q, k, v = case(lengths, 2)
+    eight = [np.nan_to_num(x.astype(np.float32) * 8).astype(FP8) for x in (k, v)]
+    units = [np.exp2(draw((2, 70, 2), np.float32, seed) - 6) for seed in (8, 9)]
+    weights = draw((2, 2, 64), np.float32, 10)
+    norm = (weights[0], weights[1]) if bias else weights[0]
+    told = {"k_descale": units[0], "v_descale": units[1], "lengths": np.int32(lengths)}
+    got = attention.decode(q, *eight, **told, k_norm=norm, norm_eps=0.01, splits=2)
+    held = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
+    (ref, _), (low, _) = known(q, *held, lengths, causal=True, k_norm=norm, norm_eps=0.01)
+    reference.assert_close(got, ref, low, factor=4)
+
+
+def test_descales_of_each_token_anywhere(place):
+    """Heads ahead of keys in memory, in a cache of more batches that is padded on the left, and in the other layout."""
+    lengths, leftpad, index = (70, 20), (3, 0), [3, 1]
+    q, k, v = case(lengths, 2)
+    eight = [np.nan_to_num(x.astype(np.float32)).astype(FP8) for x in (k, v)]
+    units = [np.exp2(draw((2, 70, 2), np.float32, seed) - 6) for seed in (8, 9)]
+    held, descales = [poisoned((5, *x.shape[1:]), FP8) for x in eight], [poisoned((5, 2, 70), np.float32) for _ in units]
+    for b, n in enumerate(lengths):
+        for i in range(2):
+            held[i][index[b], leftpad[b] : n] = eight[i][b, leftpad[b] : n]
+            descales[i][index[b], :, leftpad[b] : n] = units[i][b, leftpad[b] : n].T
+    told = {"lengths": np.int32(lengths), "leftpad": np.int32(leftpad), "batch_index": np.int32(index)}
+    told = {name: place.put(x) for name, x in told.items()} | {"splits": 2}
+    given, descales = [place.put(x) for x in (q, *held)], [place.put(x).swapaxes(1, 2) for x in descales]
+    got = attention.decode(*given, k_descale=descales[0], v_descale=descales[1], **told)
+    wide = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
+    (ref, _), (low, _) = known(q, *wide, lengths, leftpad, causal=True)
+    reference.assert_close(place.get(got), ref, low, factor=4)
+    turned = [x.swapaxes(1, 2) for x in (*given, *descales)]
+    again = attention.decode(*turned[:3], k_descale=turned[3], v_descale=turned[4], layout="bhsd", **told)
+    np.testing.assert_array_equal(place.get(again).swapaxes(1, 2), place.get(got))
+
+
+# ---- as compiled ------------------------------------------------------------------------------------------------------
+def test_fp8_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    fp8_agrees(OnInterpreter(), (70,), 64, 1, None, "BG", 1)
+
+
+def test_descales_of_each_token_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    fp8_agrees(OnInterpreter(), (70,), 64, 1, 16, "BTG", 1)
