@@ -136,7 +136,6 @@ def test_other_schedules(monkeypatch, schedule):
 CONFIGS = [
     *(delta_hopper.Config(128, 2, bf16, gated, gated) for gated in (True, False)),
     *(delta_hopper.Config(key_dim, 1, fp16, gated) for key_dim, gated in zip(delta_hopper.STAGES, (False, True), strict=True)),
-    delta_hopper.Config(64, 2, bf16, True, True),
 ]
 
 

@@ -105,7 +105,6 @@ def test_other_schedules(monkeypatch, schedule):
 
 
 CONFIGS = [
-    kda_hopper.Config(64, 1, fp32, bf16),
     kda_hopper.Config(128, 2, fp32, bf16, True),
     kda_hopper.Config(128, 2, fp16, fp16),
 ]
