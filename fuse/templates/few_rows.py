@@ -163,7 +163,7 @@ class FewRows(Product):
         for kernel in (more for one in cls.matches(root) for more in one.with_extension()):
             kernel.processors = processors
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
-            fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.by_itself
+            fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.twice
             if kernel.rows <= MOST_ROWS and fitting and joined and kernel.schedule:
                 yield kernel
 

@@ -137,9 +137,10 @@ class Product:
         return not any(viewed(x).held_as("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
 
     @property
-    def by_itself(self) -> bool:
-        """Is x a weight, too? TMA knows an array by one kind of box."""
-        return any(w.array is self.x for w in self.weights)
+    def twice(self) -> bool:
+        """Is an array read in two ways, as in x + x @ w? A kernel has one parameter for each, and TMA knows it by one kind
+        of box."""
+        return len({*self.read}) < len(self.read)
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
