@@ -183,6 +183,13 @@ class FewRows(Product):
         """Those that compute several products of one left factor."""
         yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors) if not one.extension))
 
+    def sharing(self, roots: tuple[Term, ...]) -> Self | None:
+        """See Product. It was cut for the first product alone; what stands upright, only one product by itself, is cut anew."""
+        found = super().sharing(roots)
+        if found and found.upright:
+            del found.schedule
+        return found if found and found.schedule else None
+
     def __str__(self):
         return f"few rows of {', '.join(map(str, self.roots))}"
 
