@@ -56,7 +56,7 @@ class Schedule(NamedTuple):
 class FewRows(Product):
     """See the module."""
 
-    label, rides = "few", ("sum",)
+    label = "few"
     processors: int  # of the card
 
     @functools.cached_property
