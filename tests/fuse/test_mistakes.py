@@ -94,6 +94,44 @@ def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
                 assert found.shape == (4, 48) and (found == 64).all()
 
 
+def test_out_is_written_by_parts_too():
+    """Of two dtypes; and where TMA cannot address what was given."""
+    into = np.zeros((4, 32), F16)
+    with pytest.warns(RuntimeWarning, match="it runs by parts"):
+        assert product.run(np.ones((4, 64), F16), np.ones((64, 32), BF16), out=into) is into
+    assert (into == 64).all()
+    into = np.zeros((72, 56), BF16)[:, 1:49]
+    with pytest.warns(RuntimeWarning, match="it runs by parts"):
+        product.run(np.ones((72, 64), BF16), np.ones((64, 48), BF16), out=into)
+    assert (into == 64).all()
+
+
+def test_out_with_leading_axes():
+    x, w, into = np.ones((2, 3, 64), BF16), np.ones((64, 32), BF16), np.zeros((2, 5, 32), BF16)
+    lying = np.zeros((2, 3, 40), BF16)[:, :, :32]  # as one, with something between rows
+    product.run(x, w, out=lying)
+    assert (lying == 64).all()
+    with pytest.raises(ValueError, match=r"out: leading axes must lie as one, .*\(2, 3, 32\)"):
+        product.run(x, w, out=into[:, :3])
+    with pytest.raises(ValueError, match=r"out: must have the result's leading axes, \(2, 3\): out.shape=\(6, 32\)"):
+        product.run(x, w, out=np.zeros((6, 32), BF16))
+
+
+@fuse.kernel
+def pair(x):
+    return fuse.relu(x), x * 2.0
+
+
+@pytest.mark.parametrize("function", [pair, pair.run])
+def test_out_of_several_results(function):
+    x, into = np.ones((4, 64), BF16), np.zeros((4, 64), BF16)
+    for out, count in ((into, 1), ((into,) * 3, 3)):
+        with pytest.raises(TypeError, match=f"out: must be 2 arrays, one for each result of pair, got {count}"):
+            function(x, out=out)
+    y, z = function(x, out=(None, into))
+    assert z is into and (z == 2).all() and (y == 1).all()
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
 def test_no_rows(shape):
     """Nothing becomes of nothing, without a word."""
