@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .backward import Gradient
 
 FLOATS = ("bfloat16", "float16", "float32")
+NAMED = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
 
 
@@ -382,13 +383,17 @@ class Fused:
 
 
 def kernel(definition: Callable) -> Fused:
-    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels."""
-    return Fused(definition)
+    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels. TypeError: it is no function of
+    Python's, or has parameters that are not given by place."""
+    fused = Fused(definition)
+    if wrong := [str(x) for x in fused.signature.parameters.values() if x.kind not in NAMED]:
+        raise TypeError(f"fuse.kernel: {fused.name} must take its arrays by place, and each has a name, got {', '.join(wrong)}")
+    return fused
 
 
 def compile(definition: Callable, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> Fused:
     """A function of arrays as fused kernels, whose machine code for arrays of these shapes is made now (see Fused.compile)."""
-    fused = definition if isinstance(definition, Fused) else Fused(definition)
+    fused = definition if isinstance(definition, Fused) else kernel(definition)
     fused.compile(*shapes, dtype=dtype, arch=arch)
     return fused
 

@@ -51,6 +51,9 @@ def test_arrays_that_do_not_fit():
 def test_what_is_no_function_or_shape():
     with pytest.raises(TypeError, match="fuse.kernel: must be given a Python function of arrays: 'x'"):
         fuse.kernel("x")
+    for wrong in (lambda x, *, scale=1.0: x * scale, lambda *scale: scale[0], lambda x, **scale: x):
+        with pytest.raises(TypeError, match=r"must take its arrays by place, and each has a name, got \**scale"):
+            fuse.kernel(wrong)
     with pytest.raises(TypeError, match="product: missing a required argument: 'w'"):
         product.compile((4, 64))
     with pytest.raises(TypeError, match="product: shapes must be tuples of integers, .* got '4x64'"):
