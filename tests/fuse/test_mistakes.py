@@ -120,6 +120,16 @@ def test_out_with_leading_axes():
         product.run(x, w, out=np.zeros((6, 32), BF16))
 
 
+def test_a_result_that_is_there_twice():
+    """It runs by parts; what is one only after a rewriting has another way."""
+    x, w = np.ones((4, 64), BF16), np.ones((64, 48), BF16)
+    with pytest.warns(RuntimeWarning, match="a result is there twice: x @ w, x @ w; it runs by parts"):
+        found = fuse.kernel(lambda x, w: (x @ w, x @ w)).run(x, w)
+    assert all((y == 64).all() for y in found)
+    found = fuse.kernel(lambda x, t, w: (x @ w + t @ w, (x + t) @ w)).run(x, x * BF16(2), w)
+    assert all((y == 192).all() for y in found)
+
+
 @fuse.kernel
 def pair(x):
     return fuse.relu(x), x * 2.0
