@@ -242,7 +242,7 @@ class Fused:
         places = len(problem.schema.places) + len(scratch)
         try:
             steps, more = recorded(module.load(made.text, self.name).launch, *operands, places=places)
-        except ValueError as error:  # TMA cannot address them
+        except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
             theirs = {module.array(name): name for name in self.names}
             said = re.sub(r"\bg[A-Z]\w*", lambda found: theirs.get(found[0], found[0]), str(error))
             raise NoKernel(f"{self.name}: {said}") from None

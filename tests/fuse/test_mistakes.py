@@ -46,6 +46,9 @@ def test_arrays_that_do_not_fit():
     with pytest.warns(RuntimeWarning, match="arrays of one dtype, .*: x.dtype='float16', w.dtype='bfloat16'; it runs by parts"):
         found = product.run(x.astype(F16), w)
     assert found.dtype == F16 and (found == 64).all()
+    with pytest.warns(RuntimeWarning, match="w: .* float16, got bfloat16; it runs by parts"):
+        found = fuse.kernel(lambda x, w: (x * 2.0) @ w).run(x.astype(F16), w)
+    assert found.dtype == F16 and (found == 128).all()
 
 
 def test_what_is_no_function_or_shape():
