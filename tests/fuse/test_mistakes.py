@@ -133,6 +133,13 @@ def test_a_result_that_is_there_twice():
     assert all((y == 192).all() for y in found)
 
 
+def test_a_result_of_one_row_beside_others():
+    """Each block has rows of its own: no kernel writes what is one row for all."""
+    x, g = np.ones((5, 64), BF16), np.ones((1, 64), BF16)
+    with pytest.raises(TypeError, match=r"no template computes mul of \(1, 64\), \(\): g \* 2"):
+        fuse.kernel(lambda x, g: (x + g, g * 2.0)).source(x, g)
+
+
 @fuse.kernel
 def pair(x):
     return fuse.relu(x), x * 2.0
