@@ -151,6 +151,9 @@ def test_out_of_several_results(function):
     for out, count in ((into, 1), ((into,) * 3, 3)):
         with pytest.raises(TypeError, match=f"out: must be 2 arrays, one for each result of pair, got {count}"):
             function(x, out=out)
+    gradient = pair.gradient if function is pair else pair.gradient.run
+    with pytest.raises(TypeError, match="pair_gradient: gives new arrays, and takes no out"):
+        gradient(x, x, x, out=into)
     y, z = function(x, out=(None, into))
     assert z is into and (z == 2).all() and (y == 1).all()
 
