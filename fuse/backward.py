@@ -246,9 +246,9 @@ class Gradient(Fused):
     def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
         """The gradients, a tuple: of NumPy's arrays by the definition, in float32; of a GPU's by the fused kernels."""
         arrays = self._arguments(given, named)
-        if isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
+        if out is None and isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
             return self._ended(arrays, functools.partial(self._by_definition, out=None))
-        return self.run(*arrays, stream=stream)
+        return self.run(*arrays, out=out, stream=stream)
 
     def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
         """The same by the fused kernels, of NumPy's arrays in the interpreter."""

@@ -55,6 +55,8 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
     search = place.Search(card)
     try:
         for form in forms:
+            if len({*form.roots}) < len(form.roots):  # each result has memory of its own, which a kernel would write once
+                continue
             for way in search.of(form.roots):
                 every.setdefault((*map(str, way.kernels), str(form.roots)), Candidate(way, form.rules, form.roots))
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .backward import Gradient
 
 FLOATS = ("bfloat16", "float16", "float32")
+NAMED = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
 
 
@@ -141,11 +143,15 @@ class Fused:
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
         results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
         results = [x.reshape(*lead, x.shape[-1]) for x in results] if lead else results
-        for target, x in zip(out if isinstance(out, tuple) else [out] if out is not None else [], results):
-            if target.shape != x.shape:
-                raise ValueError(f"out: must have the result's shape: out.shape={target.shape}, {x.shape}")
-            target[...] = x
+        results = _written(self._outs(out, len(results)), results)
         return results[0] if traced.single else tuple(results)
+
+    def _outs(self, out: Any, results: int) -> tuple[Any, ...]:
+        """Where each result goes, None where it is made. TypeError: these are not as many as the results."""
+        outs = out if isinstance(out, tuple) else (None,) * results if out is None else (out,)
+        if len(outs) != results:
+            raise TypeError(f"out: must be {results} arrays, one for each result of {self.name}, got {len(outs)}")
+        return outs
 
     def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
         """The same by the fused kernels, of NumPy's arrays in the interpreter."""
@@ -155,8 +161,8 @@ class Fused:
         kinds = kinds_of(shapes)
         self.prepare(kinds)
         program = self.programs[kinds]
-        outs = out if isinstance(out, tuple) else (out,) * program.results
-        outs = tuple([x if x is None or not lead else x.reshape(-1, x.shape[-1]) for x in outs])
+        into = self._outs(out, program.results)
+        outs = tuple([x if x is None or not lead else _as_rows(x, lead) for x in into])
         held = tuple([x.T if s.turned else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
         try:
@@ -164,7 +170,11 @@ class Fused:
         except NoKernel as error:
             if all([math.prod(x.shape) for x in held]):
                 warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
-            return self._by_parts(*arrays)
+            made = self._by_parts(*arrays)
+            if all([x is None for x in into]):
+                return made
+            results = tuple(_written(into, made if isinstance(made, tuple) else (made,)))
+            return results[0] if program.single else results
         results = found if isinstance(found, tuple) else (found,)
         results = tuple([x.reshape(*lead, x.shape[-1]) for x in results]) if lead else results
         return results[0] if program.single else results
@@ -232,7 +242,7 @@ class Fused:
         places = len(problem.schema.places) + len(scratch)
         try:
             steps, more = recorded(module.load(made.text, self.name).launch, *operands, places=places)
-        except ValueError as error:  # TMA cannot address them
+        except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
             theirs = {module.array(name): name for name in self.names}
             said = re.sub(r"\bg[A-Z]\w*", lambda found: theirs.get(found[0], found[0]), str(error))
             raise NoKernel(f"{self.name}: {said}") from None
@@ -373,13 +383,17 @@ class Fused:
 
 
 def kernel(definition: Callable) -> Fused:
-    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels."""
-    return Fused(definition)
+    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels. TypeError: it is no function of
+    Python's, or has parameters that are not given by place."""
+    fused = Fused(definition)
+    if wrong := [str(x) for x in fused.signature.parameters.values() if x.kind not in NAMED]:
+        raise TypeError(f"fuse.kernel: {fused.name} must take its arrays by place, and each has a name, got {', '.join(wrong)}")
+    return fused
 
 
 def compile(definition: Callable, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> Fused:
     """A function of arrays as fused kernels, whose machine code for arrays of these shapes is made now (see Fused.compile)."""
-    fused = definition if isinstance(definition, Fused) else Fused(definition)
+    fused = definition if isinstance(definition, Fused) else kernel(definition)
     fused.compile(*shapes, dtype=dtype, arch=arch)
     return fused
 
@@ -414,6 +428,28 @@ class _Program(Program):
 def _in_order(results: Any) -> Any:
     """What a definition returns; of a dictionary its values."""
     return tuple(results.values()) if isinstance(results, dict) else results
+
+
+def _as_rows(out: Any, lead: tuple[int, ...]) -> Any:
+    """An array for a result, whose leading axes are one. ValueError: it has others, or they do not lie as one, so that reshape
+    would copy it and the result go astray."""
+    if tuple(out.shape[:-1]) != lead:
+        raise ValueError(f"out: must have the result's leading axes, {lead}: out.shape={tuple(out.shape)}")
+    strides = out.stride() if hasattr(out, "stride") else describe(out, "out").form.strides
+    axes = [one for one in zip(lead, strides) if one[0] != 1]
+    if any([far != n * step for (_, far), (n, step) in itertools.pairwise(axes)]):
+        raise ValueError(f"out: leading axes must lie as one, for they are rows: {out.shape=}, strides {tuple(strides)}")
+    return out.reshape(-1, out.shape[-1])
+
+
+def _written(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The results, where they were to go. ValueError: one has another shape."""
+    for target, x in zip(outs, results):
+        if target is not None:
+            if tuple(target.shape) != tuple(x.shape):
+                raise ValueError(f"out: must have the result's shape: out.shape={tuple(target.shape)}, {tuple(x.shape)}")
+            target[...] = x
+    return [x if target is None else target for target, x in zip(outs, results)]
 
 
 def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:

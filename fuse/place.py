@@ -61,6 +61,8 @@ class Way:
 def why(roots: Sequence[Term], card: Card) -> str:
     """Why there are no ways: what no template computes."""
     search = Search(card)
+    if len({*roots}) < len(roots):
+        return f"a result is there twice: {', '.join(map(repr, roots)):.200}"
     if not card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
         return f"{card.name} converts nothing to or from fp8, which begins with sm_89"
     for x in walk(*roots):

@@ -412,7 +412,7 @@ def split(x: Any, count: int) -> Term:
     columns, splits = x.names[-1].root, SPACES[-1].splits
     known = (its for whole, *its in splits if whole.root is columns and its[0].root.parts == (count,))
     of_heads, own = next(known, None) or (Axis(count), Axis())
-    if columns.parts is None or not columns.parts:
+    if not columns.parts:
         columns.parts = count, own
         splits.append((columns, of_heads, own))
     *lead, s, _ = x.extents

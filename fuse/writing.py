@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from .functions import CASTS, MAPS
@@ -102,7 +103,9 @@ class Writer:
 
 
 def figure(value: float) -> str:
-    """A number as one writes it."""
+    """A number as one writes it. Those that have no digits are math's."""
+    if not math.isfinite(value):
+        return f"{'-' * (value < 0)}math.{'nan' if value != value else 'inf'}"
     text = repr(value)
     return text.removesuffix(".0") if text.endswith(".0") and abs(value) > 1 else text
 

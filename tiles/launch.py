@@ -301,11 +301,16 @@ class Launch:
             finish(array, stream)
 
 
+MOST_BLOCKS = 65535  # along a grid's second and third axis: CUDA has no more
+
+
 def _extents(name, given):
     """A grid, block or cluster as (x, y, z)."""
     extents = given if isinstance(given, tuple) else (given,)
     if not 1 <= len(extents) <= 3 or not all(hasattr(n, "__index__") and n > 0 for n in extents):
         raise ValueError(f"launch: {name} must be a positive integer or a tuple of up to three, got {given!r}")
+    if name == "grid" and any(n > MOST_BLOCKS for n in extents[1:]):
+        raise ValueError(f"launch: grid must have at most {MOST_BLOCKS} blocks along its second and third axis, got {given!r}")
     return tuple(map(int, extents)) + (1,) * (3 - len(extents))
 
 

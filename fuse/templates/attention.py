@@ -180,9 +180,9 @@ def _eps_of(x: Term, how: str, scale: Term) -> Term | None:
     if (how, scale.operation) not in (("mul", "rsqrt"), ("div", "sqrt")) or scale.of[0].operation != "add":
         return None
     for mean, eps in (scale.of[0].of, scale.of[0].of[::-1]):
-        if mean.operation == "div" and mean.of[0].operation == "sum" and mean.of[1].operation in ("length", "number"):
+        if mean.operation == "div" and mean.of[0].operation == "sum" and mean.of[1].operation == "length":
             squares, count = mean.of[0].of[0], mean.of[1]
-            whole = count.operation == "length" and count.what[1] == x.extents[-1]
+            whole = count.what[1] == x.extents[-1]
             if whole and squares.operation == "mul" and squares.of == (x, x) and not eps.names:
                 return eps
     return None

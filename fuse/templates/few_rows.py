@@ -56,7 +56,7 @@ class Schedule(NamedTuple):
 class FewRows(Product):
     """See the module."""
 
-    label, rides = "few", ("sum",)
+    label = "few"
     processors: int  # of the card
 
     @functools.cached_property
@@ -163,7 +163,7 @@ class FewRows(Product):
         for kernel in (more for one in cls.matches(root) for more in one.with_extension()):
             kernel.processors = processors
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
-            fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.by_itself
+            fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.twice
             if kernel.rows <= MOST_ROWS and fitting and joined and kernel.schedule:
                 yield kernel
 
@@ -182,6 +182,13 @@ class FewRows(Product):
     def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """Those that compute several products of one left factor."""
         yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors) if not one.extension))
+
+    def sharing(self, roots: tuple[Term, ...]) -> Self | None:
+        """See Product. It was cut for the first product alone; what stands upright, only one product by itself, is cut anew."""
+        found = super().sharing(roots)
+        if found and found.upright:
+            del found.schedule
+        return found if found and found.schedule else None
 
     def __str__(self):
         return f"few rows of {', '.join(map(str, self.roots))}"

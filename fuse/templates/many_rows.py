@@ -149,7 +149,7 @@ class ManyRows(Product):
             others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
             kernel = cls(roots, x, products, others, extension)
             kernel.processors = processors
-            alike = len({w.turned for w in kernel.weights}) == 1 and not kernel.by_itself
+            alike = len({w.turned for w in kernel.weights}) == 1 and not kernel.twice
             if (
                 len(products) <= MOST_PRODUCTS
                 and alike

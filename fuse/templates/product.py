@@ -5,7 +5,7 @@
 - prologue: maps of x and of vectors along its columns, as x's tile arrives;
 - products of one operand with several weights share its loads; each has an accumulator;
 - a product with a narrow matrix, which another product follows (LoRA), rides along, too;
-- sides: sums and maxima of each row of maps of x: they ride the loop along k;
+- sides: sums of each row of maps of x: they ride the loop along k; maxima come from memory;
 - epilogue: maps of all these, of vectors, of tiles of the result's shape, and what each row keeps of its columns (terms.among);
 - folds: in place of the result, what a softmax needs to know of each part of its rows (terms.of_parts).
 
@@ -75,14 +75,13 @@ class Product:
 
     root: (m, n), or (batch, m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products:
     {term: its weight}.
-    narrow: {term: (weight of the first product, weight of the second)}. sides: reductions of rows of x. vectors: what the
+    narrow: {term: (weight of the first product, weight of the second)}. sides: sums of rows of x. vectors: what the
     prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
     them. extension: a product of another left factor that is added. folds: see `fold`. beside: other results, products of the
     same operand: {term: its weight}, see `sharing`. results: what the epilogue makes, the root and other maps of the
     same products (many_rows.py)."""
 
     launched = True
-    rides: Sequence[str] = ("sum", "max")  # reductions that can ride the loop along k
 
     def __init__(
         self,
@@ -137,9 +136,10 @@ class Product:
         return not any(viewed(x).held_as("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
 
     @property
-    def by_itself(self) -> bool:
-        """Is x a weight, too? TMA knows an array by one kind of box."""
-        return any(w.array is self.x for w in self.weights)
+    def twice(self) -> bool:
+        """Is an array read in two ways, as in x + x @ w? A kernel has one parameter for each, and TMA knows it by one kind
+        of box."""
+        return len({*self.read}) < len(self.read)
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
@@ -298,7 +298,7 @@ class Product:
                         beyond(operand, ends)
                     ).all():  # 0, which the weights are there, times infinity is no number
                         continue
-                    riding = [one for one in part.reductions if one.operation in cls.rides and _base(one.of[0]) is x]
+                    riding = [one for one in part.reductions if one.operation == "sum" and _base(one.of[0]) is x]
                     sides = [one for one in riding if not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     made = cls(root, x, operand, part.products, part.narrow, sides, others)

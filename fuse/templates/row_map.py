@@ -77,6 +77,8 @@ class RowMap:
         rows = {x.names[0].root for x in tiles if x.ndim == 2 and x.names[0]}
         if len(columns) != 1 or len(rows) > 1 or any(x.ndim != 2 for x in roots):
             return None
+        if any(along(x) and not is_tile(x) for x in roots):  # one row for all, which each block would write
+            return None
         ((axis, width),) = columns.items()
         found = cls(roots, leaves, axis, width)
         return found if {*gathered} <= {*roots} and (not gathered or found.gathers) else None

@@ -79,9 +79,9 @@ class SinceAmpere(Product):
     def serving(cls, root: Term) -> Iterator[Self]:
         """Those that compute it."""
         for kernel in cls.matches(root):
-            sums = all(x.operation == "sum" for x in kernel.sides)
             joined = not kernel.narrow or (len(kernel.products) == 1 and kernel.joined)
-            if sums and joined and kernel.of_16_bits and kernel.dtype in DTYPES:
+            apart = len({*kernel.copied}) == len(kernel.copied)  # each has a pipeline, called as the array is
+            if joined and apart and kernel.of_16_bits and kernel.dtype in DTYPES:
                 yield kernel
 
     @classmethod

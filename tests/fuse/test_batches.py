@@ -8,6 +8,7 @@ from test_since_ampere import A100, normal
 import fuse
 from fuse import fused, operators
 from fuse.cost import H200
+from fuse.trace import Shape
 
 FORMS = {
     "rows for all": (lambda x, w: x @ w, ["mk", "ekn"]),
@@ -46,3 +47,11 @@ def test_one_of_a_batch(rows):
 def test_what_does_not_fit():
     with pytest.raises(ValueError, match=r"w: m must equal x's: w.shape=\(4, 72, 40\), x.shape=\(2, 3, 72\)"):
         operators.expert_linear.run(normal(2, 3, 72), normal(4, 72, 40))
+
+
+@pytest.mark.parametrize("card", [H200, A100], ids=["H200", "A100"])
+def test_more_products_than_a_grid_has_blocks(card):
+    """It is said before a launch; a call then runs by parts."""
+    kernel = fuse.kernel(lambda x, w: x @ w)
+    with pytest.raises(ValueError, match="launch: grid must have at most 65535 blocks along its second and third axis"):
+        kernel.launches([Shape((65536, 16, 64), "bfloat16"), Shape((65536, 64, 64), "bfloat16")], card)

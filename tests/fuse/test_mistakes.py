@@ -46,11 +46,17 @@ def test_arrays_that_do_not_fit():
     with pytest.warns(RuntimeWarning, match="arrays of one dtype, .*: x.dtype='float16', w.dtype='bfloat16'; it runs by parts"):
         found = product.run(x.astype(F16), w)
     assert found.dtype == F16 and (found == 64).all()
+    with pytest.warns(RuntimeWarning, match="w: .* float16, got bfloat16; it runs by parts"):
+        found = fuse.kernel(lambda x, w: (x * 2.0) @ w).run(x.astype(F16), w)
+    assert found.dtype == F16 and (found == 128).all()
 
 
 def test_what_is_no_function_or_shape():
     with pytest.raises(TypeError, match="fuse.kernel: must be given a Python function of arrays: 'x'"):
         fuse.kernel("x")
+    for wrong in (lambda x, *, scale=1.0: x * scale, lambda *scale: scale[0], lambda x, **scale: x):
+        with pytest.raises(TypeError, match=r"must take its arrays by place, and each has a name, got \**scale"):
+            fuse.kernel(wrong)
     with pytest.raises(TypeError, match="product: missing a required argument: 'w'"):
         product.compile((4, 64))
     with pytest.raises(TypeError, match="product: shapes must be tuples of integers, .* got '4x64'"):
@@ -92,6 +98,64 @@ def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
                 assert isinstance(found, tuple) == (definition is not alone)
                 (found,) = found if isinstance(found, tuple) else (found,)
                 assert found.shape == (4, 48) and (found == 64).all()
+
+
+def test_out_is_written_by_parts_too():
+    """Of two dtypes; and where TMA cannot address what was given."""
+    into = np.zeros((4, 32), F16)
+    with pytest.warns(RuntimeWarning, match="it runs by parts"):
+        assert product.run(np.ones((4, 64), F16), np.ones((64, 32), BF16), out=into) is into
+    assert (into == 64).all()
+    into = np.zeros((72, 56), BF16)[:, 1:49]
+    with pytest.warns(RuntimeWarning, match="it runs by parts"):
+        product.run(np.ones((72, 64), BF16), np.ones((64, 48), BF16), out=into)
+    assert (into == 64).all()
+
+
+def test_out_with_leading_axes():
+    x, w, into = np.ones((2, 3, 64), BF16), np.ones((64, 32), BF16), np.zeros((2, 5, 32), BF16)
+    lying = np.zeros((2, 3, 40), BF16)[:, :, :32]  # as one, with something between rows
+    product.run(x, w, out=lying)
+    assert (lying == 64).all()
+    with pytest.raises(ValueError, match=r"out: leading axes must lie as one, .*\(2, 3, 32\)"):
+        product.run(x, w, out=into[:, :3])
+    with pytest.raises(ValueError, match=r"out: must have the result's leading axes, \(2, 3\): out.shape=\(6, 32\)"):
+        product.run(x, w, out=np.zeros((6, 32), BF16))
+
+
+def test_a_result_that_is_there_twice():
+    """It runs by parts; what is one only after a rewriting has another way."""
+    x, w = np.ones((4, 64), BF16), np.ones((64, 48), BF16)
+    with pytest.warns(RuntimeWarning, match="a result is there twice: x @ w, x @ w; it runs by parts"):
+        found = fuse.kernel(lambda x, w: (x @ w, x @ w)).run(x, w)
+    assert all((y == 64).all() for y in found)
+    found = fuse.kernel(lambda x, t, w: (x @ w + t @ w, (x + t) @ w)).run(x, x * BF16(2), w)
+    assert all((y == 192).all() for y in found)
+
+
+def test_a_result_of_one_row_beside_others():
+    """Each block has rows of its own: no kernel writes what is one row for all."""
+    x, g = np.ones((5, 64), BF16), np.ones((1, 64), BF16)
+    with pytest.raises(TypeError, match=r"no template computes mul of \(1, 64\), \(\): g \* 2"):
+        fuse.kernel(lambda x, g: (x + g, g * 2.0)).source(x, g)
+
+
+@fuse.kernel
+def pair(x):
+    return fuse.relu(x), x * 2.0
+
+
+@pytest.mark.parametrize("function", [pair, pair.run])
+def test_out_of_several_results(function):
+    x, into = np.ones((4, 64), BF16), np.zeros((4, 64), BF16)
+    for out, count in ((into, 1), ((into,) * 3, 3)):
+        with pytest.raises(TypeError, match=f"out: must be 2 arrays, one for each result of pair, got {count}"):
+            function(x, out=out)
+    gradient = pair.gradient if function is pair else pair.gradient.run
+    with pytest.raises(TypeError, match="pair_gradient: gives new arrays, and takes no out"):
+        gradient(x, x, x, out=into)
+    y, z = function(x, out=(None, into))
+    assert z is into and (z == 2).all() and (y == 1).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])

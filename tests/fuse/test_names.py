@@ -7,6 +7,7 @@ from test_since_ampere import A100, normal
 
 import fuse
 from fuse import fused, module
+from fuse.candidates import candidates, chosen
 from fuse.cost import H200
 
 NAMES = "acc at band cols columns cuda first load rows run smem steps tiles u width y".split()
@@ -55,3 +56,28 @@ def g(argument1a): pass
     assert module.free(["x", "me"], marks, "def f(me, argument1a): pass") == ["x", "me_2"]
     assert module.free(["x", "part"], marks, "def f(last_argument1a, last_part): pass") == ["x", "part_2"]
     assert module.free(["u", "w"], marks, "s = shared(argument0a=1, u=2)") == ["u_2", "w"]
+
+
+IN_TWO_WAYS = {  # functions of x and w, of which one is read in two ways
+    "a residual": (lambda x, w: x + x @ w, (24, 64)),
+    "a residual of many rows": (lambda x, w: fuse.relu(x + x @ w), (72, 64)),
+    "a weight, turned": (lambda x, w: (x @ w) * (x @ w.T), (24, 64)),
+    "a weight of two arrays": (lambda x, w: x @ w + fuse.relu(x) @ w, (24, 64)),
+    "both factors": (lambda x, w: (x @ x.T) @ (x @ w), (24, 64)),
+}
+
+
+@pytest.mark.parametrize("card", [H200, A100], ids=["H200", "A100"])
+@pytest.mark.parametrize("name", IN_TWO_WAYS)
+def test_an_array_that_is_read_in_two_ways(name, card):
+    """Each way to compute it is a module that Python takes: a kernel's parameters have each a name of their own."""
+    definition, shape = IN_TWO_WAYS[name]
+    kernel = fuse.kernel(definition)
+    found = kernel.trace([normal(*shape), normal(64, 64)])
+    for candidate in candidates(found, card):
+        compile(chosen(kernel.name, found, candidate).text, name, "exec")
+
+
+def test_a_residual():
+    kernel, arrays = fuse.kernel(IN_TWO_WAYS["a residual"][0]), (normal(3, 64), normal(64, 64))
+    compare(kernel, arrays, kernel.run(*arrays))

@@ -1,5 +1,6 @@
 """Row maps: what is traced, what is written, and that it computes the definition."""
 
+import math
 import os
 
 import numpy as np
@@ -158,3 +159,10 @@ def test_random_terms(definition, rows, columns):
     arrays = [sample(rng, kind, rows, columns, fp32) for kind in "xg"]
     compare(kernel, arrays, kernel.run(*arrays))
     assert kernel.proof(*arrays).holds
+
+
+def test_numbers_without_digits():
+    """In a kernel they are math's, too."""
+    x = np.random.default_rng(0).standard_normal((5, 40)).astype(bf16.np)
+    got = fuse.kernel(lambda x: fuse.where(x > 0, x, -math.inf)).run(x)
+    assert (got == np.where(x > 0, x, -np.inf).astype(x.dtype)).all()

@@ -160,3 +160,10 @@ def test_nothing_spills():
     """One of many: `python -m fuse inspect` takes all operators on all targets, in minutes."""
     text, bad = inspect.row("sm_86", inspect.Case("gated_mlp", 4096, True))
     assert not bad and text.startswith("sm_86 ") and "   0 spilled" in text, text
+
+
+def test_a_maximum_of_rows_comes_from_memory(without_wgmma):
+    """Sums alone ride along k, here and where there is wgmma."""
+    kernel, arrays = fuse.kernel(lambda x, w: (x @ w) * fuse.max(x) + fuse.sum(x)), (normal(5, 72), normal(72, 40))
+    compare(kernel, arrays, kernel.run(*arrays))
+    assert "sum(x) rides along" in kernel.explain(*arrays)

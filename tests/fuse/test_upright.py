@@ -43,6 +43,16 @@ def test_results(name, rows, turned, upright, monkeypatch):
     compare(kernel, arrays, kernel.run(*arrays))
 
 
+def test_products_side_by_side_do_not(upright, monkeypatch):
+    """Their tiles leave transposed, whatever would be fastest for the first of them alone."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    kernel = fuse.kernel(lambda x, k, v: (x @ k, x @ v))
+    arrays = [normal(37, 200), normal(200, 136), normal(200, 40)]
+    source = kernel.source(*arrays)
+    assert source.count("@cuda.jit") == 1 and f"= 64, {UPRIGHT}, " not in source
+    compare(kernel, arrays, kernel.run(*arrays))
+
+
 def test_proof(upright):
     kernel, arrays = operators.rms_norm_linear, (normal(64, 200), normal(200), normal(200, 136))
     found = kernel.trace(kernel._arguments(arrays))
