@@ -96,7 +96,7 @@ def mamba2(
     if initial_states is not None or cu_seqlens is not None:
         raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens beside it; cu_seqlens takes a state a sequence")
     sequences = packed(seq_idx, x, stream)
-    x, dt, B, C, z, given = map(sequences.joined, (x, dt, B, C, z, out))
+    x, dt, B, C, z, given = map(sequences.joined, (x, dt, B, C, z, out), ("x", "dt", "B", "C", "z", "out"))
     if given is not out and describe(given, "out").pointer != describe(out, "out").pointer:
         raise ValueError(f"out: with seq_idx its batches must follow on each other in memory: out.shape={tuple(out.shape)}")
     found = _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, sequences.cu_seqlens, None, given, None), options)

@@ -14,15 +14,23 @@ from tiles.frameworks import describe, fetched, placed, stream_handle
 
 
 class Packed(NamedTuple):
-    """cu_seqlens, as an array beside seq_idx; how many batches there were, and how many sequences each has now."""
+    """cu_seqlens, as an array beside seq_idx; how many batches there were, how many sequences each has now, and how
+    many tokens."""
 
     cu_seqlens: Any
     batch: int
     each: int
+    length: int
 
-    def joined(self, x: Any) -> Any:
-        """An array (B, S, ...) as (1, B S, ...): a view, if one batch follows on the other."""
-        return x if x is None or self.batch == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+    def joined(self, x: Any, name: str) -> Any:
+        """An array (B, S, ...) as (1, B S, ...): a view, if one batch follows on the other. ValueError: it has not these axes,
+        which nobody could tell any more, as others with as many tokens look the same then."""
+        if x is None or self.batch == 1:
+            return x
+        shape = describe(x, name).shape
+        if shape[:2] != (self.batch, self.length):
+            raise ValueError(f"{name}: must have the axes B, S of x: {name}.shape={shape}, B={self.batch}, S={self.length}")
+        return x.reshape(1, self.batch * self.length, *shape[2:])
 
     def parted(self, x: Any) -> Any:
         """The reverse."""
@@ -59,4 +67,4 @@ def packed(seq_idx: Any, x: Any, stream: Any) -> Packed:
     each = max(map(len, starts))
     ends = [length * b + at for b, found in enumerate(starts) for at in [0] * (each - len(found)) + found]
     cu_seqlens = placed(np.array([*ends, numbers.size], np.int32), array.kind, array.kind.home(array), array.device)
-    return Packed(cu_seqlens, len(starts), each)
+    return Packed(cu_seqlens, len(starts), each, length)

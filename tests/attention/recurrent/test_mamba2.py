@@ -125,3 +125,13 @@ def test_packed_sequences_into_ones_own_array():
 def test_packed_sequences_that_cannot_be(options, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         mamba2(**inputs(40, 16, 16, batch=2, heads=2), **options)
+
+
+@pytest.mark.parametrize("name", ["dt", "B", "C", "z", "out"])
+def test_packed_sequences_whose_axes_are_others(name):
+    """Joined they would have as many tokens as x."""
+    given = inputs(40, 16, 16, batch=2, heads=2)
+    given |= {"z": given["x"], "out": np.zeros_like(given["x"])}
+    turned = np.ascontiguousarray(given[name].swapaxes(0, 1))
+    with pytest.raises(ValueError, match=rf"^{name}: must have the axes B, S of x: {name}.shape=\(40, 2, "):
+        mamba2(**given | {name: turned}, seq_idx=SEQ_IDX)
