@@ -107,13 +107,15 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     batch, length, key_dim, value_dim = problem("BSKV")
+    widest = max(delta_hopper.STAGES)
+    if family == "sm_90" and key_dim > widest:
+        raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
     if rules.idle(problem, return_state):
+        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([])
     arrays = rules.arrays(problem, return_state) | {"gBeta": problem["beta"]}
     by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once("decay") < ALIGNMENT)
-    on_hopper, widest = choose(problem, family, by_tma) == "sm_90", max(delta_hopper.STAGES)
-    if family == "sm_90" and key_dim > widest:
-        raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
+    on_hopper = choose(problem, family, by_tma) == "sm_90"
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
         return Plan([_in_chunks(problem, arrays, value_dim, kda_hopper if by_channel else delta_hopper, scale=scale)])

@@ -218,6 +218,7 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     batch, length, heads, value_dim = problem("BSHV")
     if rules.idle(problem, return_state):
+        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([])
     arrays = rules.arrays(problem, return_state)
     sums = {"gStart": problem["initial_z"], "gState": problem["final_z"] if return_state else None}

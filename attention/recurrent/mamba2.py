@@ -110,6 +110,7 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
     rules.check(problem, "B", "x")
     batch, length, heads, sequences = problem("BSHN")
     if not (batch and length and heads):
+        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
         if return_final_states and sequences and heads:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={problem.shape('x')}")
         return Plan([])

@@ -211,6 +211,14 @@ def test_a_family_that_does_not_exist(name):
         MEMBERS[name].run(tokens | fixed, family="sm_70")
 
 
+@pytest.mark.parametrize("name", CHOOSES)
+def test_a_family_that_does_not_exist_for_no_tokens(name):
+    """attention.parallel asks so what is refused, before ranks wait for each other."""
+    tokens, fixed = MEMBERS[name].inputs(0)
+    with pytest.raises(ValueError, match=r"^family: must be None or one of \('sm_80', 'sm_90'\): family='sm_70'"):
+        MEMBERS[name].call(**tokens, **fixed, family="sm_70")
+
+
 @pytest.mark.parametrize("name", ["GLA", "KDA"])
 def test_what_sm_90_does_not_take(name):
     tokens, _ = MEMBERS[name].inputs(10)
@@ -229,9 +237,10 @@ def test_a_divisor_with_decays_of_channels_is_not_for_sm_90():
 
 
 def test_long_keys_are_not_for_sm_90_with_the_delta_rule():
-    x, beta = np.zeros((1, 5, 1, 256), BF16), np.zeros((1, 5, 1), F32)
-    with pytest.raises(ValueError, match="^family: sm_90 takes keys of at most 128 columns: family='sm_90', q has 256"):
-        MEMBERS["delta rule"].call(x, x, x, beta, family="sm_90")
+    for length in 5, 0:
+        x, beta = np.zeros((1, length, 1, 256), BF16), np.zeros((1, length, 1), F32)
+        with pytest.raises(ValueError, match="^family: sm_90 takes keys of at most 128 columns: family='sm_90', q has 256"):
+            MEMBERS["delta rule"].call(x, x, x, beta, family="sm_90")
 
 
 # ---- everybody's arrays ------------------------------------------------------------------------------------------------
