@@ -21,8 +21,11 @@ from typing import Any
 import torch
 
 import attention
+from tiles.checks import ENDS, Check, asked
 from tiles.device import machine
+from tiles.frameworks import describe
 
+from ..options import flag
 from ..recurrent import chunks
 from ..recurrent import delta_rule as delta
 from ..recurrent import linear as plain
@@ -108,8 +111,11 @@ class Recurrence:
         learned = differentiated(*self.arrays, *self.options.values())
         key = type(self), peers, length, learned, *map(form_of, self.arrays), *forms
         span = agreed([peers], key, lambda: self._planned(peers, length), first.device)
+        ends = self.options.get("cu_seqlens")
+        if ends is not None and not ends.is_cuda:  # others than those that were planned with
+            _check_ends(ends, self._total(peers, length))
         with torch.no_grad():
-            place = Part(span, first.shape[0], self.options.get("cu_seqlens"), first.device)
+            place = Part(span, first.shape[0], ends, first.device)
             begin, after = self.options.pop(self.before, None), self.options.pop(self.after, False)
             if peers.world == 1:
                 return self.call(place, **{self.before: begin, self.after: after})
@@ -164,22 +170,31 @@ class Recurrence:
     def _empty(self) -> Any:
         return torch.empty_like(self.arrays[self.values])
 
+    def _total(self, peers: Peers, length: int | None) -> int:
+        """Tokens of the whole."""
+        return self.arrays[0].shape[1] * peers.world if length is None else length
+
     def _planned(self, peers: Peers, length: int | None) -> tuple[str, Span]:
         """What all ranks must have in common, in words, and this one's tokens. ValueError, NotImplementedError."""
         name, first = type(self).function.__name__, self.arrays[0]
         for option in ("layout", "out", "stream", "normalize", "seq_idx"):
-            if self.options.get(option, False) not in (False, "bshd"):
+            given = self.options.get(option, False)
+            if getattr(given, "ndim", 0) or given not in (False, "bshd"):  # of arrays torch does not say whether they are equal
                 raise NotImplementedError(f"{option}: is not served on several ranks")
         if differentiated(*self.arrays, *self.options.values()):
             raise NotImplementedError(
                 f"{name}: an array requires grad, and the backward pass is not there yet; call under torch.no_grad()"
             )
-        total = first.shape[1] * peers.world if length is None else length
+        total = self._total(peers, length)
         spans = Contiguous().spans(total, peers.world)[peers.rank]
         if count(spans) != first.shape[1]:
             had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {count(spans)} of {total}"
             raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
+        flag(self.after, self.options.get(self.after, False))
         self._check(peers.rank)
+        ends = self.options.get("cu_seqlens")
+        if ends is not None and (not ends.is_cuda or asked().values):
+            _check_ends(ends, total)
         forms = [f"array {n}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for n, x in enumerate(self.arrays)]
         options = {option: x for option, x in self.options.items() if option != self.before}
         named = [f"{option}={_local(option, x)}" for option, x in sorted(options.items())]
@@ -191,7 +206,7 @@ class Recurrence:
         none = [x if n in self.whole else x.detach()[:, :0] for n, x in enumerate(self.arrays)]
         told = {name: x for name, x in self.options.items() if name != self.after and (rank == 0 or name != self.before)}
         for name, x in told.items():
-            if name in LOCAL and x.ndim > 1:
+            if name in LOCAL and getattr(x, "ndim", 0) > 1:
                 told[name] = x[:, :0]
             elif name == "cu_seqlens":
                 told[name] = torch.zeros_like(x)
@@ -263,7 +278,7 @@ class LinearInSegments(InSegments, Linear):
     @staticmethod
     def serves(k: Any, decay: Any) -> bool:
         """Not for decays of channels, nor for wide keys."""
-        return k.shape[-1] <= SEGMENTED and (decay is None or decay.ndim < 4)
+        return k.shape[-1] <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
 
     def left_by_segments(self, place: Part) -> tuple[Any, Any]:
         """See InSegments."""
@@ -400,6 +415,13 @@ def _room(of_m: Shape, of_left: Shape, device: Any) -> tuple[Any, Any, Any]:
 def _nothing_and_one(keys: int, columns: int, device: Any) -> Any:
     """[0 | 1], a state of 0 and one of 1 beside each other."""
     return torch.cat([torch.zeros(keys, columns), torch.eye(keys)], 1).to(device)[None, None]
+
+
+def _check_ends(ends: Any, total: int) -> None:
+    """ValueError: cu_seqlens is not what attention.linear takes of the whole. Parts are clamped: no kernel would see it."""
+    array = describe(ends, "cu_seqlens")
+    stream = 0 if array.device is None else array.kind.stream(ends, array.device)
+    Check([("cu_seqlens", 0, array.form, ENDS)], {"S": total}).run(stream, [array.pointer])
 
 
 def _local(name: str, x: Any) -> str:

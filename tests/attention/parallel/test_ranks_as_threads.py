@@ -242,6 +242,12 @@ def test_mamba2_in_segments(cut):
         (dict(initial_state=torch.zeros(1, 1, 16, 15)), "initial_state: value_dim must equal v's"),
         (dict(decay=torch.zeros(3)), "decay: heads must equal v's"),
         (dict(decays=torch.zeros(1)), "decays"),
+        (dict(decay=-0.1), "decay: must be an array"),
+        (dict(family="sm_70"), "family: must be None or one of"),
+        (dict(return_state="no"), "return_state: must be a bool"),
+        (dict(out=torch.zeros(1, 1, 1, 16).bfloat16()), "out: is not served on several ranks"),
+        (dict(cu_seqlens=torch.tensor([0, 1, 9])), "cu_seqlens: must end at 1"),
+        (dict(cu_seqlens=torch.tensor([1, 1])), "cu_seqlens: must begin at 0"),
     ],
 )
 def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
@@ -251,7 +257,7 @@ def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
 
     def rank(peers):
         mine = [share(x, peers) for x in (q, k, v, beta)]
-        with pytest.raises((TypeError, ValueError), match=said):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
             parallel.delta_rule(
                 *mine, group=peers, length=1, **(told if peers.rank == 0 or "initial_state" not in told else {})
             )
@@ -259,6 +265,25 @@ def test_what_a_recurrence_refuses_is_said_on_every_rank(told, said):
 
     together(3, rank)
     assert sorted(raised) == [0, 1, 2]
+
+
+def test_ends_of_sequences_are_looked_at_in_every_call():
+    """Not only in the first of their form, which is planned."""
+    q, k, v, _ = (x[:, :8] for x in members())
+
+    def rank(peers):
+        mine = [share(x, peers) for x in (q, k, v)]
+        parallel.linear(*mine, group=peers, length=8, cu_seqlens=torch.tensor([0, 3, 8]))
+        with pytest.raises(ValueError, match=r"^cu_seqlens: must end at 8.* cu_seqlens\[2\]=9"):
+            parallel.linear(*mine, group=peers, length=8, cu_seqlens=torch.tensor([0, 3, 9]))
+
+    together(2, rank)
+
+
+def test_a_decay_of_linear_that_is_no_array():
+    q, k, v, _ = (x[:, :8] for x in members())
+    with pytest.raises(TypeError, match="^decay: must be an array"):
+        parallel.linear(q, k, v, decay=-0.1)
 
 
 def test_no_gradient_is_said_on_every_rank():
