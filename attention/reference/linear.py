@@ -166,17 +166,19 @@ def based(
     """(o, the last state) with exp(s) taken to the second order: 1 + s + s^2 / 2, s = scale * q . k, scale Dk^-1/2.
 
     That is `linear` on the features (1, x, x x^T / sqrt(2)) of x = sqrt(scale) * q and sqrt(scale) * k, of which there are
-    1 + Dk + Dk^2, in this order. normalize: o is divided by the sum of the weights, and the state is a pair: see `linear`.
+    1 + Dk + Dk^2, in this order; a negative scale's sign is q's. normalize: o is divided by the sum of the weights, and the
+    state is a pair: see `linear`.
     """
     rounded = _rounding(host(v).dtype, low)
 
-    def features(x):
-        x = host(x).astype(np.float32 if low else np.float64)
-        x = x * (x.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    def features(x, sign=1):
+        x = sign * host(x).astype(np.float32 if low else np.float64)
+        x = x * (x.shape[-1] ** -0.5 if scale is None else abs(scale)) ** 0.5
         squares = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
         return rounded(np.concatenate([np.ones_like(x[..., :1]), x, squares / 2**0.5], -1))
 
-    return linear(features(q), features(k), v, scale=1, normalize=normalize, layout=layout, low=low)
+    sign = -1 if scale is not None and scale < 0 else 1
+    return linear(features(q, sign), features(k), v, scale=1, normalize=normalize, layout=layout, low=low)
 
 
 def hedgehog(

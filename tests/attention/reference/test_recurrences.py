@@ -163,14 +163,15 @@ def test_mamba2_takes_one_D_per_head():
     close(mamba2(x, dt, -np.ones(2), BC, BC, D=D), mamba2(x, dt, -np.ones(2), BC, BC, D=D[:, None].repeat(3, 1)))
 
 
+@pytest.mark.parametrize("scale", [None, 0.7, -0.7])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_based_is_the_second_order_of_exp(normalize):
+def test_based_is_the_second_order_of_exp(normalize, scale):
     q, k, v, *_ = inputs(12)
-    s = np.einsum("bihk,bjhk->bhij", q, k) * DK**-0.5
+    s = np.einsum("bihk,bjhk->bhij", q, k) * (scale or DK**-0.5)
     weights = (1 + s + s**2 / 2) * np.tril(np.ones((LENGTH, LENGTH)))
     if normalize:
         weights /= weights.sum(-1, keepdims=True)
-    out, _ = based(q, k, v, normalize=normalize)
+    out, _ = based(q, k, v, normalize=normalize, scale=scale)
     np.testing.assert_allclose(out, np.einsum("bhij,bjhv->bihv", weights, v), rtol=1e-8)
 
 
