@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 BLOCK = 128  # queries of a tile: see attention/softmax/hopper.py and ampere.py
 
@@ -31,11 +32,19 @@ class Span(NamedTuple):
 Spans = tuple[Span, ...]
 
 
+def _check_block(block: Any) -> None:
+    if not isinstance(block, Integral) or block < 1:
+        raise ValueError(f"block: must be an integer, one or more: {block=}")
+
+
 @dataclass(frozen=True)
 class Contiguous:
     """Rank r has the r-th part: what a recurrence needs. Of causal attention the last rank has nearly twice the mean's work."""
 
     block: int = BLOCK
+
+    def __post_init__(self):
+        _check_block(self.block)
 
     def spans(self, length: int, world: int) -> tuple[Spans, ...]:
         """The Spans of each rank, in the order in which it has them."""
@@ -51,6 +60,9 @@ class Zigzag:
     """Rank r of R has the r-th of 2 R parts, and the r-th from the end: of causal attention all then have as much work."""
 
     block: int = BLOCK
+
+    def __post_init__(self):
+        _check_block(self.block)
 
     def spans(self, length: int, world: int) -> tuple[Spans, ...]:
         """See Contiguous."""
@@ -73,7 +85,7 @@ def order_of(order: str | Order) -> Order:
     """An order by its name; one itself stays. ValueError."""
     if isinstance(order, (Contiguous, Zigzag)):
         return order
-    if order not in ORDERS:
+    if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(f"order: must be one of {tuple(ORDERS)}, or an object of attention.parallel.orders: {order=}")
     return ORDERS[order]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attention.parallel.choice import SCHEMES, choose, turns_of
 from attention.parallel.gather import Gather
 from attention.parallel.moves import Cut, common, wide
-from attention.parallel.orders import Contiguous, Span, Zigzag, count, merged, without
+from attention.parallel.orders import Contiguous, Span, Zigzag, count, merged, order_of, without
 from attention.parallel.peers import Peers, Pending
 from attention.parallel.pieces import Call
 from attention.parallel.ring import Ring
@@ -37,6 +37,19 @@ def test_zigzag_gives_causal_attention_as_much_work_for_each(world, each):
     length = 2 * world * each * 128
     work = [sum((span.start + span.stop) * len(span) for span in spans) for spans in Zigzag().spans(length, world)]
     assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("order", [Zigzag, Contiguous])
+@pytest.mark.parametrize("block", [0, -128, 1.5])
+def test_blocks_that_cannot_be(order, block):
+    with pytest.raises(ValueError, match=f"^block: must be an integer, one or more: block={block}"):
+        order(block)
+
+
+def test_an_order_that_does_not_exist():
+    for order in "reversed", ["zigzag"]:
+        with pytest.raises(ValueError, match="^order: must be one of"):
+            order_of(order)
 
 
 def call(length, keys, heads=4, kv_heads=2, **told):
