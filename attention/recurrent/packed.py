@@ -27,7 +27,7 @@ class Packed(NamedTuple):
         which nobody could tell any more, as others with as many tokens look the same then."""
         if x is None or self.batch == 1:
             return x
-        shape = describe(x, name).shape
+        shape = tuple(x.shape) if hasattr(x, "shape") else describe(x, name).shape
         if shape[:2] != (self.batch, self.length):
             raise ValueError(f"{name}: must have the axes B, S of x: {name}.shape={shape}, B={self.batch}, S={self.length}")
         return x.reshape(1, self.batch * self.length, *shape[2:])
