@@ -197,7 +197,7 @@ def forward(
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     simple = of_keys and of_scores and not held and not dropout and isinstance(aux, tuple) and not aux
-    if simple and out is stream is None and differentiated(q, k, v):
+    if simple and out is lse is stream is None and accumulate is False and differentiated(q, k, v):
         few = flag("causal", causal), common[0], deterministic, family, layout
         made = _autograd().plain(q, k, v, few, common[1])
         if made is not None:
@@ -218,8 +218,10 @@ def forward(
             "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
         )
     if differentiated(*learned) and not isinstance(blocks, Making):
-        if not (out is stream is None):
-            name = "stream" if out is None else "out"
+        adds = True if flag("accumulate", accumulate) else None
+        if not (out is lse is stream is adds is None):
+            given = {"out": out, "lse": lse, "stream": stream, "accumulate": adds}
+            name = next(name for name, x in given.items() if x is not None)
             raise NotImplementedError(
                 f"{name}: cannot be given where a gradient is to come; leave it away, or call under torch.no_grad()"
             )
