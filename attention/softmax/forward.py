@@ -136,8 +136,8 @@ def forward(
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
     All above is then about each sequence by itself, and b is its number. lengths_k (B, C): each of C equal parts of a batch's
-    queries is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias
-    and dropout.
+    queries is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias,
+    dropout and slopes of each batch.
 
     q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that:
     x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
