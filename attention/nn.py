@@ -61,12 +61,14 @@ class Attention(nn.Module):
         device: Any = None,
     ):
         super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        if self.heads < 1 or self.kv_heads < 1:
+            raise ValueError(f"heads: must be positive, and so must kv_heads: {heads=}, {kv_heads=}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: must be a multiple of kv_heads: {heads=}, {kv_heads=}")
         if head_dim is None and dim % heads:
             raise ValueError(f"dim: must be a multiple of heads where head_dim is not given: {dim=}, {heads=}")
-        self.head_dim = head_dim or dim // heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim: must be a multiple of 8, from 8 to 256: head_dim={self.head_dim}")
         self.rotary = positive("rotary", rotary)

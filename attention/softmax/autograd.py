@@ -140,7 +140,10 @@ def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
 def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     """attention.forward, (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
     gradient. told: its arguments by name; None: with one of them there is no gradient, or it wants one and has none."""
-    arrays, options = flat(told)
+    arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
+    arrays = {
+        name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else torch.as_tensor(x) for name, x in arrays.items()
+    }
     others = [x for name, x in arrays.items() if name not in DIFFERENTIABLE]
     in_parts = "lengths_k" in arrays and len(arrays["lengths_k"].shape) > 1  # of queries, which backward does not take
     if in_parts or unserved([*grouped(arrays), *options]) or differentiated(*others):

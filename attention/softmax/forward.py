@@ -136,8 +136,8 @@ def forward(
     cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
     cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
     All above is then about each sequence by itself, and b is its number. lengths_k (B, C): each of C equal parts of a batch's
-    queries is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias
-    and dropout.
+    queries is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias,
+    dropout and slopes of each batch.
 
     q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that:
     x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
@@ -197,7 +197,7 @@ def forward(
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     simple = of_keys and of_scores and not held and not dropout and isinstance(aux, tuple) and not aux
-    if simple and out is stream is None and differentiated(q, k, v):
+    if simple and out is lse is stream is None and accumulate is False and differentiated(q, k, v):
         few = flag("causal", causal), common[0], deterministic, family, layout
         made = _autograd().plain(q, k, v, few, common[1])
         if made is not None:
@@ -218,8 +218,10 @@ def forward(
             "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
         )
     if differentiated(*learned) and not isinstance(blocks, Making):
-        if not (out is stream is None):
-            name = "stream" if out is None else "out"
+        adds = True if flag("accumulate", accumulate) else None
+        if not (out is lse is stream is adds is None):
+            given = {"out": out, "lse": lse, "stream": stream, "accumulate": adds}
+            name = next(name for name, x in given.items() if x is not None)
             raise NotImplementedError(
                 f"{name}: cannot be given where a gradient is to come; leave it away, or call under torch.no_grad()"
             )

@@ -277,7 +277,11 @@ def made_for(problem: Problem, config: Any, listing: Listing) -> str:
 
 def variant_arrays(problem: Problem) -> dict[str, Operand]:
     """The arrays that variants read, by the names that these know them by."""
-    found = {"slopes": over(problem, "alibi", "NH"), "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
+    slopes = over(problem, "alibi", "NH")
+    if slopes is not None and "Z" in problem.extents:  # a part is a sequence, and all have the same slopes: see _parts
+        batch, parts, heads = problem("BZH")
+        slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
+    found = {"slopes": slopes, "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
     found["seeds"] = problem["seed"]
     return {name: x for name, x in found.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
 
@@ -327,9 +331,19 @@ def _parts(problem: Problem) -> dict[str, Any]:
         raise problem.error("lengths_k", "must have so many parts as queries are divided into", "lengths_k", "q")
     if form.strides != (parts * form.itemsize, form.itemsize):
         raise ValueError(f"lengths_k: must be contiguous: lengths_k.strides={form.strides}")
-    for name in ("cu_seqlens", "bias", "seed", "aux0", "kv_indices", "lists"):
-        if name in problem or (batch > 1 and "alibi" in problem):
-            raise NotImplementedError(f"lengths_k: of parts of queries it is not served with {name.rstrip('0')}")
+    others = {
+        "cu_seqlens": "cu_seqlens",
+        "bias": "bias",
+        "seed": "seed",
+        "aux0": "aux",
+        "kv_indices": "blocks",
+        "lists": "blocks",
+    }
+    if "alibi" in problem and problem["alibi"].form.shape[:-1] > (1,):
+        others["alibi"] = "slopes of each batch in alibi"
+    for name, said in others.items():
+        if name in problem:
+            raise NotImplementedError(f"lengths_k: of parts of queries it is not served with {said}")
     flat = lengths._replace(form=form._replace(shape=(batch * parts,), strides=(form.itemsize,)))
     return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
 

@@ -127,3 +127,26 @@ def test_what_autograd_refuses():
         twice(q.detach())
     with pytest.raises(NotImplementedError, match="out: cannot be given where a gradient is to come; leave it away"):
         attention.forward(q, k, v, out=torch.empty_like(q.detach()))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("name", ["lse", "accumulate"])
+def test_what_would_be_forgotten_is_refused(name, options):
+    """lse= was not written, and nothing was added to anything."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch_inputs(1, 8, 1, 64)
+    given = {"lse": {"lse": torch.zeros(1, 1, 8), "return_lse": True}, "accumulate": {"accumulate": True}}[name]
+    with pytest.raises(NotImplementedError, match=f"{name}: cannot be given where a gradient is to come"):
+        attention.forward(q, k, v, **given, **options)
+
+
+def test_options_that_are_numpys():
+    """They serve tensors in host memory without gradients, and so with them: torch keeps nothing else for the backward pass."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch_inputs(1, 8, 1, 64)
+    for theirs, ours in (
+        ({"dropout": 0.25, "seed": np.int64(3)}, {"dropout": 0.25, "seed": 3}),
+        ({"cu_seqlens": np.array([0, 3, 8], np.int32)}, {"cu_seqlens": torch.tensor([0, 3, 8], dtype=torch.int32)}),
+    ):
+        one, other = (torch.autograd.grad(attention.forward(q, k, v, **given).sum(), (k, v)) for given in (theirs, ours))
+        assert all(map(torch.equal, one, other))

@@ -156,13 +156,15 @@ def backward(
     each of daux that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are as in
     forward."""
     no_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
-    no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is None
-    if no_scores and no_more and not (dropout or accumulate or len(aux)):
+    no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
+    if no_scores and no_more and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
         simple = flag("causal", causal), number("scale", scale), flag("deterministic", deterministic), family
         return _backward(stream, (dout, q, k, v, out, lse, dq, dk, dv), simple, layout)
     of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
     if dsink is not None and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
+    norms.check("q", q_norm, dq_norm)
+    norms.check("k", k_norm, dk_norm)
     besides = dbias, dalibi, True if dsink is None and sink is not None else dsink, *each_of(daux, read)
     if flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
@@ -230,7 +232,7 @@ def each_of(daux: Any, aux: tuple) -> tuple:
 
 def is_real(x: Any) -> bool:
     """Is this an array of real numbers, not of integers or truth values?"""
-    return any(name in str(x.dtype) for name in REAL)
+    return any(name in str(getattr(x, "dtype", "")) for name in REAL)
 
 
 @program(BACKWARD, no_gradient=ONCE)

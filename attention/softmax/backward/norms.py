@@ -253,8 +253,8 @@ def _differentiating(x: str, axes: str, adds: bool = False) -> Program:
         {x}_norm       D|{axes[2]}D  real
         {x}_norm_bias  D|{axes[2]}D  real     optional
         d{x}           {axes}          {held}   {role}
-        dweights       ={x}_norm       float32  {role}
-        dbias          ={x}_norm_bias  float32  {if_layer}
+        d{x}_norm      ={x}_norm       float32  {role}
+        d{x}_norm_bias ={x}_norm_bias  float32  {if_layer}
         """,
     )
 
@@ -262,7 +262,7 @@ def _differentiating(x: str, axes: str, adds: bool = False) -> Program:
     def differentiate(problem: Problem, norm_eps: float, layer: bool) -> Plan:
         """How it is done for calls of this form."""
         batch, rows, heads, columns = problem(axes)
-        sums = {name: _by_group(problem[name]) for name in ("dweights", "dbias")[: 1 + layer]}
+        sums = {name: _by_group(problem[name]) for name in (f"d{x}_norm", f"d{x}_norm_bias")[: 1 + layer]}
         give = nothing if adds else None
         if 0 in (batch, rows, heads):
             return Plan([Fill(problem[name], 0.0) for name in sums if not adds and 0 not in problem[name].form.shape], (), give)
@@ -281,7 +281,7 @@ def _differentiating(x: str, axes: str, adds: bool = False) -> Program:
             )
         ]
         for n, (name, target) in enumerate(sums.items(), 1):
-            summing, adding = Columns(dtype, name == "dbias", adds), Total(adds)
+            summing, adding = Columns(dtype, name == f"d{x}_norm_bias", adds), Total(adds)
             lengths = {"batches": batch, "heads": heads, "tiles": tiles, "cuts": cuts, "parts": parts}
             launch = kernel_for(summing, summing, problem.device)
             steps.append(launch.bind(heads * parts * cuts, gParts=problem.scratch(n, *scratch[n]), **arrays, **lengths))
@@ -329,6 +329,25 @@ def cleared(name: str, x: Any, norm: Any, dx: Any, stream: Any, layout: str) -> 
     return dx if norm is None else ZEROS[name](stream, (x, None), (), layout)
 
 
+def check(name: str, norm: Any, of_norm: Any) -> None:
+    """ValueError, TypeError: of_norm is not where the gradient of the norm of "q" or "k" can go. The program that writes there
+    would say so, too, but after those before it have run, and have added to what they were given."""
+    if of_norm is None:
+        return
+    asked = f"d{name}_norm"
+    if norm is None:
+        raise ValueError(f"{asked}: must be None where there is no {name}_norm: {asked}={of_norm!r:.60}")
+    parts, given = norm_parts(f"{name}_norm", norm), norm_parts(asked, of_norm)
+    if (parts[1] is None) != (given[1] is None):
+        raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a pair of arrays'}, as {name}_norm is")
+    for x, like in zip(given, parts):
+        shape, wanted = (tuple(getattr(array, "shape", ())) for array in (x, like))
+        if shape != wanted:
+            raise ValueError(f"{asked}: must have {name}_norm's shape: {asked}.shape={shape}, {name}_norm.shape={wanted}")
+        if x is not None and "float32" not in str(getattr(x, "dtype", "float32")):
+            raise TypeError(f"{asked}: dtype must be float32: {asked}.dtype={str(x.dtype)!r}")
+
+
 def gradients(
     name: str, x: Any, dy: Any, norm: Any, eps: Any, dx: Any, stream: Any, layout: str, of_norm: Any = None, adds: bool = False
 ) -> tuple[Any, tuple[Any, ...]]:
@@ -339,8 +358,6 @@ def gradients(
         return dy, ()
     parts, given = norm_parts(f"{name}_norm", norm), norm_parts(f"d{name}_norm", of_norm)
     layer = parts[1] is not None
-    if of_norm is not None and layer != (given[1] is not None):
-        raise TypeError(f"d{name}_norm: must be {'a pair of arrays' if layer else 'an array'}, as {name}_norm is")
     arrays = x, dy, *parts, dx, *given
     if adds:
         INTO[name](stream, arrays, (eps, layer), layout)

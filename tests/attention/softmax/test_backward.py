@@ -350,6 +350,8 @@ def call(**other):
     [
         (dict(deterministic=1), TypeError, "deterministic: must be"),
         (dict(accumulate=True), TypeError, "dq: must be given, of float32, with accumulate=True"),
+        (dict(aux=None), TypeError, "aux: must be a tuple of arrays"),
+        (dict(aux=([1.0, 2.0],), daux=True), TypeError, "aux0: must be an array"),
         (dict(dsink=True), ValueError, "dsink: must be None where there is no sink: dsink=True"),
         (dict(dbias=True), ValueError, "dbias: must be None where there is no bias: bias=None"),
         (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),

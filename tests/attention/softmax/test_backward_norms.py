@@ -147,6 +147,27 @@ def test_what_is_refused(options, what):
         attention.backward(q, q, k, v, q, np.zeros((1, 2, 4), F32), **options)
 
 
+@pytest.mark.parametrize(("room", "what"), [
+    ((32,), r"dq_norm: must have q_norm's shape: dq_norm.shape=\(32,\)"), ((64,), "dq_norm: dtype must be float32"),
+    (None, "dq_norm: must be an array, as q_norm is")], ids=["shape", "dtype", "pair"])  # fmt: skip
+def test_a_norms_gradient_has_room_before_anything_is_added(room, what):
+    q, k, v = inputs(1, 4, 4, 2, 1, 64)
+    out, lse = attention.forward(q, k, v, q_norm=weights(64), return_lse=True)
+    sums = {name: np.zeros(x.shape, F32) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    of_norm = (np.zeros(64, F32),) * 2 if room is None else np.zeros(room, BF16 if room == (64,) else F32)
+    with pytest.raises((TypeError, ValueError), match=what):
+        attention.backward(q, q, k, v, out, lse, q_norm=weights(64), accumulate=True, dq_norm=of_norm, **sums)
+    assert not any(x.any() for x in sums.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("name", ["dq_norm", "dk_norm"])
+def test_room_for_the_gradient_of_no_norm_is_refused(name, options):
+    q, k, v = inputs(1, 4, 4, 2, 1, 64)
+    with pytest.raises(ValueError, match=f"{name}: must be None where there is no {name[1:]}"):
+        attention.backward(q, q, k, v, q, np.zeros((1, 2, 4), F32), **{name: np.zeros(64, F32)}, **options)
+
+
 def test_torch():
     """Through autograd, and compiled: what backward gives, in the weights' dtype."""
     torch = pytest.importorskip("torch")

@@ -476,3 +476,18 @@ def test_parts_are_refused_with_what_counts_queries(family):
         attention.forward(q, k, v, lengths_k=ends, bias=np.zeros((1, 1, 40, 40), np.float32))
     with pytest.raises(ValueError, match="so many parts as queries are divided into"):
         attention.forward(q, k, v, lengths_k=np.array([[20, 40, 40]], np.int32))
+    twice, both = (np.concatenate([x, x]) for x in (q, k)), np.concatenate([ends, ends])
+    with pytest.raises(NotImplementedError, match="not served with slopes of each batch in alibi"):
+        attention.forward(*twice, np.concatenate([v, v]), lengths_k=both, alibi=np.zeros((2, 2), np.float32))
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 2)])
+def test_parts_have_the_slopes_of_their_heads(shape, family):
+    """No part reads behind them: the second one of a batch has none of its own."""
+    q, k, v = inputs(2, 20, 24, 2, 1, 64)
+    lengths, slopes = np.array([[3, 24], [0, 11]], np.int32), draw(shape, np.float32)
+    out = attention.forward(q, k, v, lengths_k=lengths, alibi=slopes, family=family)
+    for b, c in np.ndindex(2, 2):
+        rows = slice(b, b + 1), slice(10 * c, 10 * c + 10)
+        exact, _ = reference.forward(q[rows], k[rows[0]], v[rows[0]], lengths_k=lengths[b, c : c + 1], alibi=slopes)
+        np.testing.assert_allclose(out[rows].astype(float), exact, atol=0.02)
