@@ -206,6 +206,7 @@ def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, nor
         causal=causal,
         norms=(norm_of(problem, "k_new_norm", "G"), norm_of(problem, "q_norm", "H") if queries else None),
         norm_eps=norm_eps,
+        in_place=bool(queries and "out" in problem and queries[1].source == problem["out"].source),
         **where,
     )
     if problem.device is None or asked().values:

@@ -199,10 +199,11 @@ def launch(
     causal: bool = True,
     norms: tuple[Norm | None, Norm | None] = (None, None),
     norm_eps: float = 0.0,
+    in_place: bool = False,
 ) -> Step:
     """The launch that writes K and V, `new` ones (B, S, Hk, D) into a cache (pages, page size, Hk, D), at `lengths`; and where
-    `queries` are a pair (q, out), rotates q (B, Sq, H, D) to out. norms: of keys and of queries. All else as attention.append
-    has it; one of a page table and batch_index at most."""
+    `queries` are a pair (q, out), rotates q (B, Sq, H, D) to out. norms: of keys and of queries. in_place: out may be q.
+    All else as attention.append has it; one of a page table and batch_index at most."""
     (k_new, v_new), (k, v), (cos, sin) = new, cache, rotary or (None, None)
     batch, tokens, heads, _ = k_new.shape
     if batch_index is not None:  # its page table, of one page a sequence
@@ -225,7 +226,8 @@ def launch(
     of_norms, normed = _normed((norms[0], norms[1] if queries else None), pairs, interleaved, norm_eps)
     config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], kind, *of_norms)
     rows, columns = batch * tokens, max(k.shape[3], v.shape[3])
-    across = 1 if kind(config.cache).whole else -(-columns // COLUMNS)
+    whole = kind(config.cache).whole or (in_place and norms[1] is not None)  # a norm reads what other warps would have written
+    across = 1 if whole else -(-columns // COLUMNS)
     return kernel_for(sys.modules[__name__], config, device).bind(
         (-(-rows // WARPS), parts, across),
         rows=rows,

@@ -12,7 +12,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,10 +68,19 @@ def _rewritten(name: str, f: Any, constants: dict[str, Any], mine: dict[str, str
     known = _written.setdefault(f, {})
     key = further, tuple(mine), tuple((variable, id(x)) for variable, x in constants.items())
     if key not in known:
-        space = f.__globals__ | constants | dict.fromkeys(torch, _ops())
+        space = _named(f) | constants | dict.fromkeys(torch, _ops())
         exec(compile(_module(name, f, mine, further, torch), inspect.getfile(f), "exec"), space)
         known[key] = space["mod"], constants  # which are kept so that no other object gets their id
     return known[key][0]
+
+
+def _named(f: FunctionType) -> dict[str, Any]:
+    """The globals that f or a function in it names: all of them would keep f, and the caller's arrays, for ever."""
+    names, codes = {"__builtins__", "__name__", "__file__"}, [f.__code__]
+    for code in codes:
+        names |= {*code.co_names}
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    return {name: x for name, x in f.__globals__.items() if name in names}
 
 
 def _module(name: str, f: FunctionType, mine: dict[str, str], further: tuple[str, ...], torch: set[str]) -> ast.Module:

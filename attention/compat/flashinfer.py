@@ -48,11 +48,13 @@ class _Planned:
         """An array that `run` is told of; where graphs are captured, at an address that stays."""
         if not self.graph:
             return array
-        held = self.kept.setdefault(name, array)
-        if held is not array:
-            if held.shape != array.shape:
-                raise ValueError(f"{name}: must have the same shape in every plan of a graph: {array.shape}, {held.shape}")
-            held[...] = array
+        held = self.kept.get(name)
+        if held is None:  # a copy: the caller's own array must not change in a later plan
+            held = self.kept[name] = array.clone() if hasattr(array, "clone") else array.copy()
+            return held
+        if held.shape != array.shape:
+            raise ValueError(f"{name}: must have the same shape in every plan of a graph: {array.shape}, {held.shape}")
+        held[...] = array
         return held
 
     def scores(

@@ -136,6 +136,9 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     """How mla_decode does calls of this form; lse is never given."""
     if problem("D") != (COLUMNS,):
         raise problem.error("q", f"must have {COLUMNS} columns, {LATENT} of latents and the others rotated", "q", "latent")
+    if problem("V") != (LATENT,):  # of out, if it is given
+        raise problem.error("out", f"must have {LATENT} columns", "out")
+    _check_heads(problem)
     piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
     cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
     rows = problem("S")[0] * heads
@@ -167,6 +170,7 @@ def _mla_decode_fp8(
     if problem("DVK") != (COLUMNS, LATENT, ROTARY):
         wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
         raise problem.error("latent", wanted, "q", "latent", "rotary")
+    _check_heads(problem)
     piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     chosen = choose(problem, family, piece == hopper.PIECE)
     gpu, form = machine(problem.device), problem["latent"].form
@@ -199,8 +203,6 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """The launches of a module's kernels, of the configurations shape(reach, result), which are told of these arrays."""
     batch, tokens, heads, batches, keys = problem("BSHCT")
-    if heads == 0:
-        raise problem.error("q", "must have at least one head", "q")
     most_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
@@ -234,6 +236,12 @@ def _plan(
     first = kernel_for(kernels, config, problem.device)
     steps = [first.bind(batch * parts * bands, **arrays, **numbers, **told, **of_cache, **of_keys, **to), *steps]
     return Plan([*placed(problem), *steps], scratch)
+
+
+def _check_heads(problem: Problem) -> None:
+    """ValueError: there are none, and rows are counted by them."""
+    if problem("H") == (0,):
+        raise problem.error("q", "must have at least one head", "q")
 
 
 def _cache(problem: Problem, piece: int) -> Dense:

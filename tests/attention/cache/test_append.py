@@ -233,6 +233,17 @@ def test_queries_of_another_number_and_in_place():
     assert (bits(given["q"]) == bits(wanted)).all()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_in_place_are_normalised_by_what_they_were(bias):
+    """By rows of several tiles of columns, of which none is written before all of them are read."""
+    given = inputs(head=96, rotary=16, queries=2)
+    weights = np.random.default_rng(4).standard_normal((2, 96)).astype(F32)
+    norm = tuple(weights) if bias else weights[0]
+    wanted = attention.append(**given, q_norm=norm)
+    assert attention.append(**given, q_norm=norm, out=given["q"]) is given["q"]
+    np.testing.assert_array_equal(bits(given["q"]), bits(wanted))
+
+
 def test_positions_are_not_lengths(place):
     check(inputs(rotary=32, queries=2) | {"positions": np.array([0, 9, 4], np.int32)}, place.put, place.get)
 

@@ -127,6 +127,15 @@ def test_plans_of_a_graph_stay_where_they_are(draw):
         wrapper.plan(indptr, indices, last, HEADS, KV_HEADS, COLUMNS, SIZE)
 
 
+def test_plans_of_a_graph_write_into_no_array_of_the_caller(draw):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(np.empty(64, np.uint8), use_cuda_graph=True)
+    _, _, *where = paged(draw, (9, 5))
+    first, then = (np.array(ends, np.int32) for ends in ((0, 3, 5), (0, 1, 5)))
+    for ends in first, then:
+        wrapper.plan(ends, *where, HEADS, KV_HEADS, COLUMNS, SIZE)
+    assert wrapper.told["cu_seqlens"].tolist() == [0, 1, 5] and first.tolist() == [0, 3, 5]
+
+
 def test_what_cannot_be_served_says_so():
     with pytest.raises(ValueError, match="^kv_layout"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(None, "DHN")

@@ -1,7 +1,10 @@
 """attention/compat/flex.py and captured.py against torch's formula, softmax(score_mod(q k^T)) v where mask_mod."""
 
+import gc
+import importlib.util
 import math
 import types
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,6 +104,28 @@ def test_written_once_and_anew_when_a_number_changes(calls, qkv):
         move(reach)
         close([flex_attention(*qkv, block_mask=block_mask(mask))], [attend(*qkv, see=J - reach <= I)[0]])
     assert calls[0]["mask"] is calls[1]["mask"] is not calls[2]["mask"]
+
+
+MASKS = """
+import numpy as np
+docs, unread = np.arange(9), np.zeros(3)
+
+def alike(b, h, i, j):
+    return docs[i] == docs[j]
+"""
+
+
+def test_what_was_written_keeps_no_module(tmp_path):
+    """A function that its module names, and an array of the module that it does not read, live no longer than elsewhere."""
+    (tmp_path / "masks.py").write_text(MASKS)
+    spec = importlib.util.spec_from_file_location("masks", tmp_path / "masks.py")
+    masks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(masks)
+    captured.freed({"mask": masks.alike})
+    held = [weakref.ref(x) for x in (masks.alike, masks.unread)]
+    del masks
+    gc.collect()
+    assert [x() for x in held] == [None, None]
 
 
 def test_blocks_are_passed_on(calls, qkv):

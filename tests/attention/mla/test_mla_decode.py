@@ -261,6 +261,8 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^latent: batch must equal q's where there are neither", latent=draw((2, 5, COLUMNS)))
     refused(ValueError, "^latent: head_dim must equal q's", latent=draw((1, 5, 512)))
     refused(ValueError, "^q: must have 576 columns", q=draw((1, 1, 2, 64)), latent=draw((1, 5, 64)))
+    refused(ValueError, "^q: must have at least one head", q=draw((1, 1, 0, COLUMNS)))
+    refused(ValueError, "^out: must have 512 columns: out.shape=", out=draw((1, 1, 16, COLUMNS)))
     refused(TypeError, "^lengths: dtype must be one of", lengths=(5.0,))
     refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
     refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
