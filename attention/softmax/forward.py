@@ -220,8 +220,8 @@ def forward(
     if differentiated(*learned) and not isinstance(blocks, Making):
         adds = True if flag("accumulate", accumulate) else None
         if not (out is lse is stream is adds is None):
-            given = {"out": out, "lse": lse, "stream": stream, "accumulate": adds}
-            name = next(name for name, x in given.items() if x is not None)
+            wanted = {"out": out, "lse": lse, "stream": stream, "accumulate": adds}
+            name = next(name for name, x in wanted.items() if x is not None)
             raise NotImplementedError(
                 f"{name}: cannot be given where a gradient is to come; leave it away, or call under torch.no_grad()"
             )
