@@ -76,6 +76,9 @@ RATE = Values(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
 SUMS = "it says where sequences end, one behind the other: pass 0 and the sums of their lengths"
 ENDS, KEY_ENDS, NEW_ENDS = (Values(_no_ends(axis), SUMS) for axis in "STs")
 KEY_LENGTHS = Values(_no_lengths, "it says how many of a sequence's keys are in use: pass a number of those that it has")
+KEY_STARTS = Values(
+    _no_lengths, "it says how many of a sequence's keys come before its first: pass a number of those that it has"
+)
 
 
 class Check:

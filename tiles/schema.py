@@ -34,6 +34,7 @@ and with values that a step of the program checks (checks.py):
     key_ends     the same of keys, T last
     new_ends     the same of new keys, s last
     key_lengths  index, how many keys of a sequence are in use: from 0 to T
+    key_starts   index, how many keys come before a sequence's first: from 0 to T
 
 Its role:
     (none)    it must be given
@@ -53,7 +54,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
-from .checks import ENDS, KEY_ENDS, KEY_LENGTHS, LOG, NEW_ENDS, RATE, Check
+from .checks import ENDS, KEY_ENDS, KEY_LENGTHS, KEY_STARTS, LOG, NEW_ENDS, RATE, Check
 from .tma import STRIDE_END
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
@@ -77,8 +78,10 @@ HOLDS = {
     "key_ends": INDEX,
     "new_ends": INDEX,
     "key_lengths": INDEX,
+    "key_starts": INDEX,
 }
-VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "new_ends": NEW_ENDS, "key_lengths": KEY_LENGTHS}
+VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "key_ends": KEY_ENDS, "new_ends": NEW_ENDS}
+VALUES |= {"key_lengths": KEY_LENGTHS, "key_starts": KEY_STARTS}
 ROLES = "", "optional", "made", "in_place", "updated", "updated?"
 TOKENS = "S", "A", "T", "s", "x", "y"  # axes along a sequence
 # An axis in messages. G are the heads of keys, which share those of values or queries; T the keys' tokens, s new ones; K and V

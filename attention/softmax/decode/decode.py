@@ -30,7 +30,7 @@ KEYS = """
     lengths         N     key_lengths  optional
     pages           NM    index    optional
     batch_index     N     index    optional
-    leftpad         N     index    optional
+    leftpad         N     key_starts  optional
     alibi           H|UH  float32  optional
     sink            H     float32  optional
     k_descale       G|NG|CTG  float32  optional

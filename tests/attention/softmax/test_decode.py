@@ -293,6 +293,8 @@ def test_mistakes_name_the_argument():
     refused(TypeError, "^lengths: dtype must be one of", lengths=(5.0,))
     refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
     refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
+    for wrong in (-1, 6):
+        refused(ValueError, "^leftpad: must be from 0 to 5: ", leftpad=np.array([wrong], np.int32))
     eight, one = draw((1, 5, 2, 64), FP8), np.ones(2, np.float32)
     refused(TypeError, "^v: dtype must be q's or float8_e4m3fn, as k's", k=eight)
     refused(TypeError, "^k: dtype must be q's or float8_e4m3fn", k=draw((1, 5, 2, 64), FP16))
