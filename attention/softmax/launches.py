@@ -145,6 +145,7 @@ def planned(
     if empty or kv_len == 0:  # no query sees a key
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
+        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
     lie, where = sequences_of(problem)
     tma, axes = choose(problem, family) == "sm_90", tuple(len(x.form.shape) for x in aux)

@@ -9,6 +9,7 @@ from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ...cache import append as appending
+from ...families import choose
 from ...names import by_other_names
 from ...options import flag, norm_parts, number, positive
 from ..asked import OF_AUX, eight, ends_of
@@ -275,6 +276,7 @@ def _decode(
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
             raise problem.error("k", "must have at least one key where there is a sink", "k")
+        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
         nothing = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
         return Plan([*before.steps, *nothing], before.scratch)
     if mask is None:  # what a mask leaves out need not be there

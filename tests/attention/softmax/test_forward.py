@@ -373,6 +373,8 @@ def test_what_is_for_hopper_only(capability, piece, words, monkeypatch):
 def test_a_family_that_does_not_exist():
     with pytest.raises(ValueError, match=r"family: must be None or one of \('sm_80', 'sm_90'\): family='sm_70'"):
         attention.forward(*inputs(1, 8, 8, 1, 1, 64), family="sm_70")
+    with pytest.raises(ValueError, match=r"family: must be None or one of \('sm_80', 'sm_90'\): family='sm_70'"):
+        attention.forward(*inputs(1, 0, 8, 1, 1, 64), family="sm_70")  # where there is nothing to do
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "length"), AS_COMPILED)
