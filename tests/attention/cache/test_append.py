@@ -320,6 +320,19 @@ def test_what_has_no_room_is_refused(said):
     assert (bits(given["k"]) == POISON[2]).all()
 
 
+def test_a_place_that_no_sequence_has_is_not_written():
+    """As PagedCache says of one: it begins at -1, and has no pages."""
+    given = inputs(paged=4, lengths=(6, 3))
+    given["lengths"][0], given["pages"][0] = -1, -1
+    before = bits(given["k"]).copy()
+    attention.append(**given)
+    rows = (bits(given["k"]) != before).any((2, 3)).sum()
+    assert rows == given["k_new"].shape[1]
+    given["pages"][0, 0] = 0  # a page to write to
+    with pytest.raises(ValueError, match="lengths: sequence 0 has room for"):
+        attention.append(**given)
+
+
 @pytest.mark.parametrize("entry", [-1, 9])
 def test_pages_outside_the_pool_are_refused(entry):
     given = inputs(paged=4, lengths=(6, 3))
