@@ -38,3 +38,4 @@ def card():
 def nothing_known(monkeypatch):
     """Nobody has called anything yet, and what is planned now is forgotten afterwards."""
     monkeypatch.setattr(program, "KNOWN", program.Recent(program.ENTRIES))
+    monkeypatch.setattr(program, "FUNCTIONS", program.Recent(program.KINDS))
