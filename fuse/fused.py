@@ -168,6 +168,9 @@ class Fused:
         try:
             found = program(stream, (*held, *outs), numbers)
         except NoKernel as error:
+            if stream is not None:
+                words = f"stream: must be None for what runs by parts, on its arrays' own stream: {error}"
+                raise ValueError(words) from None
             if all([math.prod(x.shape) for x in held]):
                 warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
             made = self._by_parts(*arrays)

@@ -8,11 +8,12 @@ import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from tiles.checks import asked
+from tiles.checks import ENDS, Check, asked
+from tiles.frameworks import describe
 
 from ..softmax.block_masks import FIELDS
 from ..softmax.python import named
-from .peers import Peers
+from .peers import Peers, of_torch
 
 T = TypeVar("T")
 FORMS = 1024  # that are remembered
@@ -87,3 +88,15 @@ def words_of(name: str, x: Any) -> str:
     if inspect.isfunction(x) or hasattr(x, "kv_num_blocks"):
         return f"{form_of(x)}"
     return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"
+
+
+def check_ends(ends: Any, total: int, planning: bool = False) -> None:
+    """TypeError, ValueError: cu_seqlens is not what one GPU would take of the whole. Parts are clamped: no kernel would see it.
+    In every call, as others may come than were planned with; those of a GPU are read when planning, where TILES_CHECK asks."""
+    if ends is not None:
+        of_torch(cu_seqlens=ends)
+    if ends is None or (ends.is_cuda and not (planning and asked().values)):
+        return
+    array = describe(ends, "cu_seqlens")
+    stream = 0 if array.device is None else array.kind.stream(ends, array.device)
+    Check([("cu_seqlens", 0, array.form, ENDS)], {"S": total}).run(stream, [array.pointer])

@@ -137,6 +137,13 @@ def _peers(group: Any) -> Peers:
     return Peers(group, dist.get_rank(group), len(ranks), ranks)
 
 
+def of_torch(**arrays: Any) -> None:
+    """TypeError, by its name: an array that torch's processes cannot exchange."""
+    for name, x in arrays.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: must be a tensor of torch, by whose processes arrays travel, not {type(x).__name__}")
+
+
 def one_of(group: Any) -> Peers:
     """The Peers of what must have one dimension. ValueError."""
     found = peers_of(group)

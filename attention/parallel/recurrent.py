@@ -21,9 +21,7 @@ from typing import Any
 import torch
 
 import attention
-from tiles.checks import ENDS, Check, asked
 from tiles.device import machine
-from tiles.frameworks import describe
 
 from ..options import flag
 from ..recurrent import chunks
@@ -32,10 +30,10 @@ from ..recurrent import linear as plain
 from ..recurrent import mamba2 as mamba
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
 from ..softmax.asked import differentiated
-from .agreed import agreed, form_of, words_of
+from .agreed import agreed, check_ends, form_of, words_of
 from .orders import Contiguous, Span, count
 from .parts import LEAST, Chain, Part
-from .peers import Peers, one_of
+from .peers import Peers, of_torch, one_of
 
 Shape = tuple[int, ...]
 SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
@@ -51,19 +49,22 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     initial_state is that before the whole sequence, and counts on the first rank alone; what return_state gives is that after
     the whole, on every rank. cu_seqlens is of the whole sequence. group: a process group, a dimension of a DeviceMesh, or None
     for all processes; length: tokens of the whole, where shares differ. layout, out, stream and normalize=True are not served.
-    ValueError on every rank, before anything travels: ranks disagree."""
+    ValueError on every rank, before anything travels: ranks disagree. TypeError: an array that is not torch's."""
+    of_torch(q=q, k=k, v=v)
     kind = LinearInSegments if LinearInSegments.serves(k, options.get("decay")) else Linear
     return kind((q, k, v), options).run(group, length)
 
 
 def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.delta_rule of a sequence that lies on several ranks: see `linear`. beta: this rank's share."""
+    of_torch(q=q, k=k, v=v, beta=beta)
     return Delta((q, k, v, beta), options).run(group, length)
 
 
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.mamba2 of a sequence that lies on several ranks: see `linear`. dt, B, C and z: this rank's shares. seq_idx is
     not served: cu_seqlens, of the whole sequence, does the same."""
+    of_torch(x=x, dt=dt, A=A, B=B, C=C)
     kind = MambaInSegments if MambaInSegments.serves(B) else Mamba
     return kind((x, dt, A, B, C), options).run(group, length)
 
@@ -112,8 +113,7 @@ class Recurrence:
         key = type(self), peers, length, learned, *map(form_of, self.arrays), *forms
         span = agreed([peers], key, lambda: self._planned(peers, length), first.device)
         ends = self.options.get("cu_seqlens")
-        if ends is not None and not ends.is_cuda:  # others than those that were planned with
-            _check_ends(ends, self._total(peers, length))
+        check_ends(ends, self._total(peers, length))
         with torch.no_grad():
             place = Part(span, first.shape[0], ends, first.device)
             begin, after = self.options.pop(self.before, None), self.options.pop(self.after, False)
@@ -192,9 +192,7 @@ class Recurrence:
             raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
         flag(self.after, self.options.get(self.after, False))
         self._check(peers.rank)
-        ends = self.options.get("cu_seqlens")
-        if ends is not None and (not ends.is_cuda or asked().values):
-            _check_ends(ends, total)
+        check_ends(self.options.get("cu_seqlens"), total, planning=True)
         forms = [f"array {n}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for n, x in enumerate(self.arrays)]
         options = {option: x for option, x in self.options.items() if option != self.before}
         named = [f"{option}={_local(option, x)}" for option, x in sorted(options.items())]
@@ -415,13 +413,6 @@ def _room(of_m: Shape, of_left: Shape, device: Any) -> tuple[Any, Any, Any]:
 def _nothing_and_one(keys: int, columns: int, device: Any) -> Any:
     """[0 | 1], a state of 0 and one of 1 beside each other."""
     return torch.cat([torch.zeros(keys, columns), torch.eye(keys)], 1).to(device)[None, None]
-
-
-def _check_ends(ends: Any, total: int) -> None:
-    """ValueError: cu_seqlens is not what attention.linear takes of the whole. Parts are clamped: no kernel would see it."""
-    array = describe(ends, "cu_seqlens")
-    stream = 0 if array.device is None else array.kind.stream(ends, array.device)
-    Check([("cu_seqlens", 0, array.form, ENDS)], {"S": total}).run(stream, [array.pointer])
 
 
 def _local(name: str, x: Any) -> str:

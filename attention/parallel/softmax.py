@@ -19,7 +19,7 @@ from ..softmax.autograd import adjacent
 from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
 from ..softmax.gradient import ONCE, flat, grouped
-from .agreed import PLAIN, agreed, form_of, words_of
+from .agreed import PLAIN, agreed, check_ends, form_of, words_of
 from .choice import SCHEMES, SHARE, Choice, choose, refusal, turns_of
 from .gather import Gather
 from .gradients import Gradients
@@ -27,7 +27,7 @@ from .heads import Heads, Shared, together
 from .in_order import InOrder
 from .moves import all_heads
 from .orders import Order, Span, Spans, count, order_of
-from .peers import Peers, peers_of
+from .peers import Peers, of_torch, peers_of
 from .pieces import Call
 from .ring import Ring
 
@@ -86,9 +86,7 @@ def forward(
 
     ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
     told = {name: x for name, x in options.items() if x is not None}
-    for name, x in ("q", q), ("k", k), ("v", v):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: must be a tensor of torch, by whose processes arrays travel, not {type(x).__name__}")
+    of_torch(q=q, k=k, v=v)
     if layout == "bhsd":
         q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, out))
     elif layout != "bshd":
@@ -112,6 +110,7 @@ def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: 
     known = agreed(peers, key, lambda: _planned(peers, asked, q, k, v, told), q.device)
     if explain:
         return known.choice
+    check_ends(told.get("cu_seqlens"), known.length)
     arrays, others = ({}, told) if known.plain else flat(_shaped(told))
     if differentiated(q, k, v, *arrays.values()):
         result, lse = _Attention.apply(known, ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
@@ -241,6 +240,7 @@ def _planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: 
         raise ValueError(
             f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
         )
+    check_ends(told.get("cu_seqlens"), total, planning=True)
     call = called(total, length_k, q, k, v, told)
     limit = _limit(memory, q)
     choice = _choice(peers, scheme, call, q.shape[0], queries, keys, limit)

@@ -112,6 +112,12 @@ def test_out_is_written_by_parts_too():
     assert (into == 64).all()
 
 
+def test_by_parts_there_is_no_other_stream():
+    """Of the arrays' framework: what is asked for is refused, not forgotten."""
+    with pytest.raises(ValueError, match="^stream: must be None for what runs by parts, .* arrays of one dtype"):
+        product.run(np.ones((4, 64), F16), np.ones((64, 32), BF16), stream=0)
+
+
 def test_out_with_leading_axes():
     x, w, into = np.ones((2, 3, 64), BF16), np.ones((64, 32), BF16), np.zeros((2, 5, 32), BF16)
     lying = np.zeros((2, 3, 40), BF16)[:, :, :32]  # as one, with something between rows

@@ -273,9 +273,10 @@ def test_ends_of_sequences_are_looked_at_in_every_call():
 
     def rank(peers):
         mine = [share(x, peers) for x in (q, k, v)]
-        parallel.linear(*mine, group=peers, length=8, cu_seqlens=torch.tensor([0, 3, 8]))
-        with pytest.raises(ValueError, match=r"^cu_seqlens: must end at 8.* cu_seqlens\[2\]=9"):
-            parallel.linear(*mine, group=peers, length=8, cu_seqlens=torch.tensor([0, 3, 9]))
+        for function in parallel.linear, parallel.forward:
+            function(*mine, group=peers, length=8, cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32))
+            with pytest.raises(ValueError, match=r"^cu_seqlens: must end at 8.* cu_seqlens\[2\]=9"):
+                function(*mine, group=peers, length=8, cu_seqlens=torch.tensor([0, 3, 9], dtype=torch.int32))
 
     together(2, rank)
 
@@ -284,6 +285,15 @@ def test_a_decay_of_linear_that_is_no_array():
     q, k, v, _ = (x[:, :8] for x in members())
     with pytest.raises(TypeError, match="^decay: must be an array"):
         parallel.linear(q, k, v, decay=-0.1)
+
+
+def test_arrays_that_are_not_torchs():
+    """In words, whatever is asked."""
+    q, k, v, *_ = members()
+    with pytest.raises(TypeError, match="^v: must be a tensor of torch, .* not ndarray"):
+        parallel.linear(q, k, v.float().numpy())
+    with pytest.raises(TypeError, match="^beta: must be a tensor of torch, .* not float"):
+        parallel.delta_rule(q, k, v, 0.5)
 
 
 def test_no_gradient_is_said_on_every_rank():
