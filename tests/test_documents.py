@@ -148,6 +148,20 @@ def test_names_exist(document):
         assert (ROOT / name).exists(), name
 
 
+def anchors(document):
+    """The anchors of a document's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_anchors_exist(document):
+    text = re.sub(r"`[^`\n]*`", "", (ROOT / document).read_text())
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text):
+        page = (ROOT / document).parent / link if link else ROOT / document
+        assert anchor in anchors(page), f"{link}#{anchor}"
+
+
 def test_equivalents_exist():
     """Whatever is called in the right column of the tables of equivalents."""
     names = {**vars(tiles), **vars(ops), "r": ring, "smem": shared, "print": print}

@@ -1,4 +1,4 @@
-"""The house as CONTRIBUTING.md draws it: which file imports which, in floors without circles: tiles, ops, attention, fuse.
+"""The house as docs/house.md draws it: which file imports which, in floors without circles: tiles, ops, attention, fuse.
 
 After moving a file: `python tests/test_house.py` draws it anew.
 """
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = "tiles", "ops", "attention", "fuse"  # each imports those before it
-GUIDE, FENCE = ROOT / "CONTRIBUTING.md", "```"
+PAGE, FENCE = ROOT / "docs" / "house.md", "```"
 # Imports inside functions, for outside they would close a circle: an op asks, when it is called, for what is made of ops;
 # forward asks for what takes torch's tensors, where there are some.
 LATE = {
@@ -137,8 +137,8 @@ def drawing(root):
 
 
 def drawn(text):
-    """What CONTRIBUTING.md has drawn."""
-    return text.partition(f"{FENCE}text\n")[2].partition(f"\n{FENCE}")[0]
+    """What docs/house.md has drawn."""
+    return text.partition(f"{FENCE}\n")[2].partition(f"\n{FENCE}")[0]
 
 
 # ---- what holds ----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_late_imports():
 
 
 def test_drawing():
-    assert drawn(GUIDE.read_text()) == drawing(ROOT), "python tests/test_house.py draws the house anew"
+    assert drawn(PAGE.read_text()) == drawing(ROOT), "python tests/test_house.py draws the house anew"
 
 
 # ---- the checks themselves -----------------------------------------------------------------------------------------
@@ -209,5 +209,5 @@ def test_a_circle_is_found(small):
 
 
 if __name__ == "__main__":
-    text = GUIDE.read_text()
-    GUIDE.write_text(text.replace(f"{FENCE}text\n{drawn(text)}\n", f"{FENCE}text\n{drawing(ROOT)}\n"))
+    text = PAGE.read_text()
+    PAGE.write_text(text.replace(f"{FENCE}\n{drawn(text)}\n", f"{FENCE}\n{drawing(ROOT)}\n"))
