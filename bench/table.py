@@ -1,11 +1,11 @@
 """Tables from runs of bench/test_forward.py, test_backward.py or test_linear.py: `python bench/table.py run.json ...`."""
 
-import json
 import math
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+from runs import read
 
 PACKAGES = ("numba", "numba-cuda", "torch", "nvidia-cudnn-cu13", "flash-attn-4", "fla-core")
 ORDER = ("tiles", "cudnn", "flash4", "tiles_sm_80", "flash2")
@@ -23,19 +23,18 @@ def versions():
     return ", ".join([f"Python {platform.python_version()}", *found])
 
 
-def rows(run):
+def by_problem(rows):
     """{(head_dim, causal): {length: {provider: tflops}}}"""
     table = {}
-    for b in run["benchmarks"]:
-        info = b["extra_info"]
-        place = table.setdefault((info["head_dim"], info["causal"]), {}).setdefault(info["length"], {})
-        place[info["provider"]] = info["tflops"]
+    for row in rows:
+        place = table.setdefault((row["head_dim"], row["causal"]), {}).setdefault(row["length"], {})
+        place[row["provider"]] = row["tflops"]
     return table
 
 
-def forward(run):
+def attention(rows):
     """TFLOPS, and below each table the ratios to the better of the peers that use the same instructions."""
-    table = rows(run)
+    table = by_problem(rows)
     print("TFLOPS, medians of interleaved rounds.\n")
     ratios = {ours: [] for ours in PEERS}
     for (head_dim, causal), lengths in sorted(table.items()):
@@ -57,12 +56,11 @@ def forward(run):
         print(f"Geometric mean of the ratios of {ours}: {math.exp(sum(map(math.log, row)) / len(row)):.3f}")
 
 
-def linear(run):
+def linear(rows):
     """Milliseconds beside the limit that memory sets, and beside the peer."""
     cells = {}
-    for b in run["benchmarks"]:
-        info = b["extra_info"]
-        cells.setdefault((info["member"], info["batch"], info["length"], info["heads"]), {})[info["provider"]] = info
+    for row in rows:
+        cells.setdefault((row["member"], row["batch"], row["length"], row["heads"]), {})[row["provider"]] = row
     print("Milliseconds, medians of interleaved rounds; of the limit: that of reading and writing all once over ours.\n")
     print("| | B | S | H | tiles | limit | of the limit | peer | peer / tiles | our error / the peer's |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
@@ -76,10 +74,10 @@ def linear(run):
 
 def main(*paths):
     """Print the tables of a run, or of one in several parts, in Markdown."""
-    runs = [json.loads(Path(path).read_text()) for path in paths]
-    run = runs[0] | {"benchmarks": [b for run in runs for b in run["benchmarks"]]}
-    print(f"{run['datetime'][:10]}, {card()}; {versions()}.", end=" ")
-    (linear if "member" in run["benchmarks"][0]["extra_info"] else forward)(run)
+    runs = [read(path) for path in paths]
+    rows = [row for run in runs for row in run["rows"]]
+    print(f"{runs[0]['datetime'][:10]}, {card()}; {versions()}.", end=" ")
+    (linear if "member" in rows[0] else attention)(rows)
 
 
 def card():

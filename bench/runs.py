@@ -1,0 +1,34 @@
+"""Runs as bench/results keeps them: {"datetime", "command", "rows"}. A row is what the benchmark says of one provider and
+problem, with the milliseconds of every round.
+
+`python bench/runs.py raw.json bench/results/kept.json` makes one of what `pytest bench/... --benchmark-json=raw.json` wrote.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def read(path):
+    """A run, as pytest-benchmark wrote it or as it is kept."""
+    run = json.loads(Path(path).read_text())
+    return run if "rows" in run else kept(run)
+
+
+def kept(raw):
+    """What is kept of pytest-benchmark's file: no machine, no statistics that follow from the rounds."""
+    file = raw["benchmarks"][0]["fullname"].partition("::")[0]
+    return {"datetime": raw["datetime"], "command": f"pytest {file}", "rows": [_row(b) for b in raw["benchmarks"]]}
+
+
+def _row(benchmark):
+    return benchmark["extra_info"] | {"milliseconds": [round(1e3 * x, 5) for x in benchmark["stats"]["data"]]}
+
+
+def main(source, target):
+    """Keep a run."""
+    Path(target).write_text(json.dumps(read(source)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
