@@ -16,7 +16,7 @@ def share_of(dropout: float) -> int:
 
 def dropout_mask(seed: int, dropout: float, b: Any, h: Any, i: Any, j: Any) -> np.ndarray:
     """True where attention.forward(.., dropout=dropout, seed=seed) keeps the weight of key j for query i of head h of batch (or
-    sequence) b: integers or arrays, which broadcast. i and j count from the sequence's start.
+    sequence) b. The indices are integers or arrays, which broadcast; i and j count from the sequence's start.
 
-    A weight is dropped where 16 bits of Philox4x32-10 (tiles/philox.py) are below 65536 dropout."""
+    A weight is dropped if 16 bits of Philox4x32-10 (tiles/philox.py) are below 65536 dropout."""
     return halves(seed, b, h, i, j) >= share_of(dropout)

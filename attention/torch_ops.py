@@ -4,8 +4,8 @@ import sys
 
 
 def register_torch_ops() -> None:
-    """Register every function's op with torch, which must be imported: for torch.export.load, and for calls by name. Else
-    the first call that needs an op registers it. RuntimeError: torch is not imported."""
+    """Register the ops of all functions with torch, which must be imported: for torch.export.load, and for calls by name.
+    Otherwise the first call that needs an op registers it. RuntimeError: torch is not imported."""
     if "torch" not in sys.modules:
         raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
     from .cache import append as appending

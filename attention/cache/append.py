@@ -78,41 +78,43 @@ def append(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Keys and values behind those that a cache has, in place: of sequence b,
+    """Write new keys and values into a cache, in place, after those that it has. For sequence b,
 
         k[b, lengths[b] + i] = rotate(k_new[b, i], lengths[b] + i);  v[b, lengths[b] + i] = v_new[b, i]
 
-    k_new: (B, S, Hk, D), v_new: (B, S, Hk, Dv), bfloat16 or float16; with cu_seqlens (N + 1), ascending from 0 to S, sequences
-    one behind the other in a batch of 1. k, v: the cache, (B, Sk, Hk, D) and (B, Sk, Hk, Dv), of the same dtype or
-    float8_e4m3fn, the last axis contiguous. batch_index: (B), which of more caches is a sequence's. Or with pages
-    (B, most pages) a pool (pages, page size, Hk, D): a sequence's n-th key lies in page pages[b, n // page size]; what is
-    beyond the pages in use may hold anything. Page sizes are any; no two sequences may write one place.
+    k_new: (B, S, Hk, D), v_new: (B, S, Hk, Dv), bfloat16 or float16. With cu_seqlens (N + 1), ascending from 0 to S, the
+    sequences lie one after the other in a batch of 1. k, v: the cache, (B, Sk, Hk, D) and (B, Sk, Hk, Dv), of the same dtype
+    or float8_e4m3fn, the last axis contiguous. batch_index: (B), which of more caches belongs to a sequence. With pages (B,
+    most pages), the cache is a pool (pages, page size, Hk, D), and a sequence's n-th key lies in page pages[b, n // page
+    size]; entries beyond the pages in use may hold anything. Any page size; no two sequences may write to one place.
 
-    lengths: (B), int32 or int64, keys in use before. They are read on the device, so a CUDA graph that holds the call serves
-    growing ones; the caller adds S to them. What would pass the cache's end is not written, nor what lies in a page that is not
-    in the pool, -1 for instance; of host arrays it is refused, and of others with TILES_CHECK=1. Left padding moves nothing.
+    lengths: (B), int32 or int64, the number of keys before. They are read on the device, so a CUDA graph that holds the call
+    serves sequences as they grow; the caller adds S to them. What would pass the cache's end is not written, nor what lies
+    in a page that is not in the pool (-1, for instance). With host arrays such a call is refused, and with others under
+    TILES_CHECK=1. Left padding moves nothing.
 
-    rotary: (cos, sin), each (positions, pairs), float32, bfloat16 or float16: of the first 2 pairs columns n and pairs + n are
-    rotated (NeoX), or with interleaved=True 2n and 2n + 1: (x1 cos - x2 sin, x2 cos + x1 sin). It is computed in float32, each
-    product and sum rounded, and rounded once to the cache's dtype: the same bits as by hand. positions: (B), of a sequence's
-    first new key, where it is not `lengths`. Beyond the tables' end nothing is written.
+    rotary: (cos, sin), each (positions, pairs), float32, bfloat16 or float16. Of the first 2 pairs columns, n and pairs + n
+    are rotated together (NeoX), or with interleaved=True 2n and 2n + 1: (x1 cos - x2 sin, x2 cos + x1 sin). It is computed
+    in float32, each product and sum rounded, and rounded once to the cache's dtype: the same bits as by hand. positions:
+    (B), of a sequence's first new key, if it is not `lengths`. Beyond the end of the tables nothing is written.
 
-    k_descale, v_descale: float32, by which an fp8 cache's numbers are multiplied when they are read; both or none. Rows are
-    divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times that becomes it. (Hk) or (B, Hk): they are
-    read. Or they lie as k and v do, (B, Sk, Hk) or with pages (pages, page size, Hk), strides being any: then they are found
-    and written, for each new token and head what makes its greatest number, rotated, 448: its size / 448, 2^-120 at least.
+    k_descale, v_descale: float32, by which the numbers of an fp8 cache are multiplied when they are read; both or none. Rows
+    are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times the descale is clamped to it. (Hk) or (B,
+    Hk): they are read. Or shaped as k and v are, (B, Sk, Hk) or with pages (pages, page size, Hk), with any strides: then
+    they are computed and written, for each new token and head, so that its largest rotated number becomes 448; at least
+    2^-120.
 
     k_new_norm, q_norm: norms of the rows of k_new and of q, before they are rotated, as attention.forward has them: weights
-    (D), or of each head, of an RMS norm, or a pair (weights, bias) of a layer norm. They are computed in float32, too, and what
-    comes of norm and rotation is rounded once.
+    (D), or of each head, of an RMS norm, or a pair (weights, bias) of a layer norm. They are computed in float32, and the
+    result of norm and rotation is rounded once.
 
-    q: (B, Sq, H, D), of k_new's dtype: also rotated, query i at position lengths[b] + i, or with causal=False all at
-    lengths[b], and given back, in `out` if there is one, which may be q. Beyond the tables' end it is NaN.
+    q: (B, Sq, H, D), of k_new's dtype: rotated as well, query i at position lengths[b] + i, or with causal=False all at
+    lengths[b], and returned, in `out` if given, which may be q. Beyond the end of the tables it is NaN.
 
-    layout="bhsd": keys, values, caches and q are (B, H, S, D), a pool is (pages, Hk, page size, D), and descales of each token
-    are (B, Hk, Sk).
+    layout="bhsd": keys, values, caches and q are (B, H, S, D), a pool is (pages, Hk, page size, D), and descales of each
+    token are (B, Hk, Sk).
 
-    Returns out, or None without q. Arrays, `stream` and errors are those of attention.forward; JAX's arrays cannot be written,
+    Returns out, or None without q. Arrays, `stream` and errors are those of attention.forward. JAX arrays cannot be written;
     see cache.PagedCache."""
     cos, sin = tables_of(rotary)
     if q is None and out is not None:

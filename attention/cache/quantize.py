@@ -41,25 +41,29 @@ def quantize(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """x in float8_e4m3fn, divided by a number of each sequence and head, or of each block of rows, too: what attention.forward
-    takes.
+    """x in float8_e4m3fn, divided by a number for each sequence and head, or for each block of rows as well. It is what
+    attention.forward takes.
 
         out[b, s, h] = (x[b, s, h] - mean[b, h]) / descale[b, h]         or with a block  descale[b, s // block, h]
 
     x: (B, S, H, D) or with layout="bhsd" (B, H, S, D), bfloat16 or float16, D a multiple of 8 up to 256. descale: (B, H),
-    float32, positive; by default made, so that the greatest element of a head becomes 448. What is beyond that becomes it.
-    block: 128, or None: rows that have a descale of their own, (B, blocks, H), or with layout="bhsd" (B, H, blocks); always
-    made. What is large in some blocks then leaves the others' small numbers what e4m3 has of them, 2^-9 to 448.
-    centred: the mean of each head's rows is subtracted first. Of keys nobody misses it: all scores of a query change by one
-    number, scale q_i . mean, so its weights are the same, and lse is less by that number: add it where you need lse. What is
-    left of keys that have much in common is rounded finer (SageAttention, Zhang et al. 2024). Of values the mean is missed: add
-    it to the output, where every query sees a key.
+    float32, positive; by default it is made so that the largest element of a head becomes 448. What is beyond 448 is clamped
+    to it.
 
-    Returns (out, descale), or (out, descale, mean) with centred=True, mean (B, H, D) in float32; without the descale that you
-    gave. out: written in place of a new array. Sums are float32's, in an order of their own: always the same bits.
+    block: 128, or None. Each block of rows then has a descale of its own, (B, blocks, H), or with layout="bhsd" (B, H,
+    blocks), which is always made here. So large numbers in some blocks do not take the range of e4m3, 2^-9 to 448, from
+    small ones in others.
 
-    Of new rows of a cache, whose descales stand, attention.append does this on the way. Arrays, `stream` and errors are those
-    of attention.forward; a GPU of compute capability 8.9 or later."""
+    centred: the mean of each head's rows is subtracted first. For keys this changes no weight: all scores of a query change
+    by one number, scale q_i . mean, and lse is less by it (add it if you need lse). Keys that have much in common are then
+    rounded less coarsely (SageAttention, Zhang et al. 2024). For values the mean is missing: add it to the output, if every
+    query sees a key.
+
+    Returns (out, descale), or (out, descale, mean) with centred=True, mean (B, H, D) in float32; without the descale if you
+    gave it. out: written in place of a new array. Sums are in float32, in a fixed order: always the same bits.
+
+    attention.append does this for new rows of a cache whose descales are set. Arrays, `stream` and errors are those of
+    attention.forward; a GPU of compute capability 8.9 or later."""
     if block is None:
         return _quantize(stream, (x, descale, out, None, None), (flag("centred", centred), descale is None), layout)
     if isinstance(block, bool) or block != narrowing.BLOCK:

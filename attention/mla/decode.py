@@ -83,38 +83,39 @@ def mla_decode(
 ) -> Any:
     """Multi-head latent attention (DeepSeek's) of a few new tokens, over a cache of latents that is read once.
 
-    A key is a row of the cache: 512 numbers of the latent and 64 that are rotated by place. All heads share it, and its latent
-    is the value of them all. What makes keys and values of latents is absorbed: into q before, and what comes out is a mean of
-    latents, from which a model's own product makes each head's output.
+    A key is a row of the cache: 512 numbers of the latent, and 64 that are rotated by position. All heads share it, and its
+    latent is the value for all of them. The matrices that make keys and values from latents are absorbed: the first one into
+    q, before the call; after it, the output is a mean of latents, from which the model's own product makes the output of
+    each head.
 
-    q: (B, Sq, H, 576), the 64 rotated columns last; one query token a sequence or several. latent: (B, Sk, 576), of which
-    sequence b uses the first lengths[b] rows, the new tokens' among them; what lies behind is not looked at. bfloat16 or
-    float16. Any base addresses and strides with a contiguous last axis, fast where they are multiples of 16 bytes.
+    q: (B, Sq, H, 576), the 64 rotated columns last; one query token a sequence or several. latent: (B, Sk, 576). Sequence b
+    uses the first lengths[b] rows, including those of the new tokens; the others are not looked at. bfloat16 or float16. Any
+    base addresses, and any strides with a contiguous last axis; multiples of 16 bytes are fast.
 
-    scale: of scores, which are scale q . k. There is no default, for it follows from how wide heads were before they absorbed
-    anything: (128 + 64)**-0.5 in DeepSeek's models, times what a longer context asks for.
+    scale: scores are scale q . k. There is no default, because it depends on how wide heads were before the absorption: (128
+    + 64)**-0.5 in DeepSeek's models, times what a longer context asks for.
 
-    lengths: (B), int32 or int64, where q lies: they are never read on the host, so that a CUDA graph which holds the call
-    serves sequences as they grow.
+    lengths: (B), int32 or int64, on q's device. The host never reads them, so a CUDA graph that holds the call serves
+    sequences as they grow.
 
-    rotary, descale: of a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). What is attended to is latent *
-    descale, (B, Sk) in float32, a number a token; the rotated columns lie apart, (B, Sk, 64), in q's dtype. Queries are rounded
-    to float16 for it, and so are weights. The three may be parts of one array of bytes, such as rows of 656 with 512, 4 and 128
-    of them in use. It takes Ada, Hopper or later.
+    rotary, descale: for a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). The latents are multiplied by
+    descale, (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's
+    dtype. Queries and weights are rounded to float16. The three may be parts of one array of bytes, such as rows of 656 of
+    which 512, 4 and 128 are in use. It needs Ada, Hopper or later.
 
-    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576): key j of sequence b is row j % size
-    of page pages[b, j // size]; so are rotary and descale. Any page size. Numbers of pages behind a sequence's last one are not
-    read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
+    pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576), and key j of sequence b is row j
+    % size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries behind a sequence's
+    last page are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
 
-    causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t; else all. A token that sees
-    no key gives 0.
+    causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees
+    all keys. A token that sees no key gives 0.
 
-    splits, return_lse, stream: as in decode. out: (B, Sq, H, 512), where to write. family: None, "sm_90" (Hopper) or "sm_80",
-    the instructions of every GPU since Ampere.
+    splits, return_lse, stream: as in decode. out: (B, Sq, H, 512), where to write. family: None, "sm_90" (Hopper) or
+    "sm_80", the instructions of every GPU since Ampere.
 
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
-    ValueError or TypeError, before anything is launched, names the argument and prints the values."""
+    ValueError, TypeError: name the argument and print the values, before anything is launched."""
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
     options = flag("causal", causal), parts_of(splits), number("scale", scale), flag("return_lse", return_lse), family

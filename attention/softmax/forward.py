@@ -108,78 +108,86 @@ def forward(
 ) -> Any:
     """Attention: out = softmax(scale * q k^T) v, per batch and head.
 
-    q: (B, Sq, H, D); k: (B, Sk, Hkv, D); v: (B, Sk, Hkv, Dv) for layout="bshd"; (B, H, S, D) for "bhsd". bfloat16 or float16;
-    D and Dv multiples of 8 up to 256; H a multiple of Hkv (GQA, MQA: query head h reads key head h // (H // Hkv)). Any
-    lengths; any base addresses and strides with a contiguous last axis, fast where they are multiples of 16 bytes; nothing is
-    ever copied.
+    q: (B, Sq, H, D). k: (B, Sk, Hkv, D). v: (B, Sk, Hkv, Dv). With layout="bhsd": (B, H, S, D) and so on. bfloat16 or
+    float16 (for fp8 see below). D and Dv: multiples of 8 up to 256. H: a multiple of Hkv (GQA, MQA); query head h reads key
+    head h // (H // Hkv). Any lengths. Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes
+    are fast. Nothing is ever copied.
 
-    Which keys a query sees. causal: query i sees key j where j <= i + Sk - Sq (aligned bottom-right). window: (left, right),
-    the keys from i + Sk - Sq - left to i + Sk - Sq + right; None is open. mask: mask(b, h, i, j, *aux) says it in Python. A key
-    is seen where all of these let it be; a query that sees no key gives 0.
+    Which keys a query sees: those that all of these allow. A query that sees no key gives 0.
+        causal: query i sees key j if j <= i + Sk - Sq (aligned bottom-right).
+        window: (left, right): the keys from i + Sk - Sq - left to i + Sk - Sq + right; None is open.
+        mask: mask(b, h, i, j, *aux), in Python.
+        blocks: lists of blocks of keys for each block of queries; keys in other blocks are not seen. FlexAttention's
+            BlockMask, or an object with its fields: BLOCK_SIZE, (rows, columns) of a block; for each row of blocks how many are
+            partly seen, and which: kv_num_blocks (B or 1, H or 1, rows) and kv_indices (.., n); the same for blocks that are
+            seen whole, full_kv_num_blocks and full_kv_indices, or None. mask is evaluated in partly seen blocks only. Or the
+            result of `block_lists` for such calls, so that nothing is found anew.
 
-    What becomes of a score s = scale q_i . k_j, in this order. softcap: softcap tanh(s / softcap). alibi: slopes (H) or (B, H),
-    s - slope |i + Sk - Sq - j|. bias: s + bias, (B or 1, H or 1, Sq or 1, Sk) of float32, bfloat16 or float16. score:
-    score(s, b, h, i, j, *aux) says it in Python. sink: (H) logits, exp(sink) joins the sum of weights.
+    What becomes of a score s = scale q_i . k_j, in this order:
+        scale: 1 / sqrt(D) by default.
+        softcap: softcap tanh(s / softcap).
+        alibi: slopes (H) or (B, H): s - slope |i + Sk - Sq - j|.
+        bias: s + bias; (B or 1, H or 1, Sq or 1, Sk) of float32, bfloat16 or float16.
+        score: score(s, b, h, i, j, *aux), in Python.
+        sink: (H) logits; exp(sink) joins the sum of weights.
 
-    mask and score are functions as FlexAttention has them, b, h, i, j counting from 0. In kernels they get tiles: s is one of
-    scores, i a vector of queries, j one of keys, whole numbers below 2**24; elsewhere NumPy's arrays. Comparisons, & | ~,
-    + - * / // %, abs, `where` and the maps of `ops` work on both, and so do elements of aux, up to 8 arrays of numbers, at i,
-    j, b and h: `docs[i] == docs[j]`. Wherever a key is seen they must be there: docs/variants.md says which of them are looked
-    for. Key blocks in which a mask holds nowhere are passed by, but for packed sequences.
+    mask and score are written as for FlexAttention, with b, h, i, j counting from 0. In kernels they get tiles: s is one of
+    scores, i a vector of queries, j one of keys, whole numbers below 2**24. Elsewhere they get NumPy arrays. Comparisons, &
+    | ~, + - * / // %, abs, `where` and the maps of `ops` work on both. So do elements of aux, up to 8 arrays of numbers,
+    indexed by i, j, b and h: `docs[i] == docs[j]`. They must exist wherever a key is seen: docs/variants.md says which
+    indices are checked. Key blocks in which a mask holds nowhere are skipped, except for packed sequences.
 
-    blocks: lists of blocks of keys for each block of queries, in FlexAttention's BlockMask or an object that has its fields:
-    (rows, columns) of a block, BLOCK_SIZE; of each row of blocks how many are partly seen and which, kv_num_blocks (B or 1,
-    H or 1, rows) and kv_indices (.., n), and the same of those that are seen whole, full_kv_num_blocks and full_kv_indices, or
-    None. Keys in other blocks are not seen; mask, if there is one, is asked in partly seen blocks alone. Or what `block_lists`
-    gave for such calls, so that nothing is found anew.
+    Sequences:
+        cu_seqlens: (N + 1), ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
+            cu_seqlens[n + 1]. Everything above then applies to each sequence by itself, and b is its number.
+        cu_seqlens_k: the same for keys; cu_seqlens by default.
+        lengths_k: (B) or (N), how many keys of each sequence are in use. Or (B, C): each of C equal parts of a batch's queries
+            is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias,
+            dropout and slopes of each batch.
 
-    cu_seqlens: (N + 1) ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
-    cu_seqlens[n + 1]; cu_seqlens_k the same of keys, by default cu_seqlens. lengths_k: (B) or (N) keys in use of each sequence.
-    All above is then about each sequence by itself, and b is its number. lengths_k (B, C): each of C equal parts of a batch's
-    queries is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias,
-    dropout and slopes of each batch.
+    q_norm, k_norm, norm_eps: norms of the rows of q and k, before everything else. Weights (D), or (H, D) and (Hkv, D), of
+    an RMS norm: x / sqrt(mean(x^2) + norm_eps) * weights. Or a pair (weights, bias) of a layer norm: the same of x -
+    mean(x), plus bias. Queries are normalised in the kernel. Keys are normalised by a small kernel before it, and rounded to
+    k's dtype.
 
-    q_norm, k_norm: weights (D), or (H, D) and (Hkv, D), of an RMS norm of each row of q and k before all that:
-    x / sqrt(mean(x^2) + norm_eps) * weights; or a pair (weights, bias) of a layer norm, the same of x - mean(x), plus bias.
-    Queries are normalised in the kernel, keys by a small one before it, rounded to k's dtype into memory of its own.
+    dropout: the probability that a weight is dropped, from 0 to below 1, in steps of 2^-16. The others count 1 / (1 -
+    dropout) times, and lse is that of all. Which are dropped depends on seed, b, h, i and j only: attention.dropout_mask
+    returns it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while a graph that holds
+    the call lives. Changing either costs nothing.
 
-    dropout: the probability that a weight is dropped, from 0 to below 1, in steps of 2^-16; those that are kept count
-    1 / (1 - dropout) times, and lse is that of all. What is dropped follows from the seed, b, h, i and j alone:
-    attention.dropout_mask says it. seed: an integer from 0 to 2^63, or an array of one (int64), whose value may change while
-    a graph that holds the call stays. Neither costs anything to change.
+    fp8. q, k and v of float8_e4m3fn (on Hopper, D and Dv multiples of 16): both products are computed in fp8, with weights
+    rounded to e4m3 at 2^8 times their size, and summed in float32. out is bfloat16, or float16 if you give such an array. There
+    is no bias, q_norm, k_norm, dropout or gradient.
+        q_descale, k_descale, v_descale: positive numbers by which the arrays are multiplied; 1 by default. A number or float32
+            (Hkv) or (B, Hkv), with N instead of B for packed sequences. Or one for each block of 128 rows, as
+            attention.quantize makes them: (B, blocks, H) for q, (B, blocks, Hkv) for k and v, with layout="bhsd" the blocks
+            last; for up to 128 columns, and sequences that have a batch each.
+        If only k and v are float8_e4m3fn, on any GPU that knows it, small kernels convert them to q's dtype first, with
+        descales of heads; everything but gradients works as without.
 
-    q, k and v of float8_e4m3fn (on Hopper, D and Dv multiples of 16): both products are made in fp8, the weights rounded to
-    e4m3 on the way, 2^8 times what they are, and summed in float32. q_descale, k_descale, v_descale: what the arrays' numbers
-    are multiplied by, a number or float32 (Hkv) or (B, Hkv), N instead of B for packed sequences; positive; 1 by default. Or
-    of each block of 128 rows, as attention.quantize makes them: (B, blocks, H) of q, (B, blocks, Hkv) of k and of v, with
-    layout="bhsd" the blocks last; for up to 128 columns, and a batch a sequence. out is bfloat16, or float16 if you give such
-    an array. bias, q_norm, k_norm, dropout and gradients there are not. Where k and v alone are float8_e4m3fn, on any GPU that
-    knows it, small kernels make 16 bits of them first, rounded to q's dtype, with descales of heads; all but gradients is as
-    without.
+    deterministic: torch's gradients of this call have the same bits every time, as they have under
+    torch.use_deterministic_algorithms: see backward. The results of forward itself always have.
 
-    deterministic: torch's gradients of this call are the same bits every time, as they are under
-    torch.use_deterministic_algorithms: see backward. What forward itself gives always is.
+    out, lse: written in place instead of new arrays. out has q's dtype, or is float32, unrounded; lse needs return_lse=True.
 
-    scale: of the scores, 1 / sqrt(D) by default. out: written in place of a new array; of q's dtype, or of float32, unrounded.
-    lse: likewise, with return_lse=True.
-
-    accumulate: out and lse, which must be given, of float32, hold what the queries have seen of other keys, as calls with
-    return_lse=True gave it, and become what one softmax over these and those gives. So keys may come in parts:
+    accumulate: out and lse (float32, both given) hold the result for other keys, as calls with return_lse=True returned it,
+    and are updated to the result of one softmax over those keys and these. So keys may come in parts:
 
         lse = log(exp(lse) + exp(lse'))        out = exp(lse_before - lse) out + exp(lse' - lse) out'
 
     A sink joins the sum once for each call that has it. Not with fp8 or gradients.
 
-    stream: the CUDA stream, by default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and
-    TMA: Hopper, and multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first where
-    it can run.
+    stream: the CUDA stream; by default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and
+    TMA: Hopper, and multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first
+    where it can run.
 
-    Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`, where lse (B, H, Sq) is the float32
-    natural logarithm of the sum of exp(score), -inf for a query that sees no key.
+    Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`. lse, (B, H, Sq) in float32, is the
+    natural logarithm of the sum of exp(score), and -inf for a query that sees no key.
 
-    Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays
-    and others in host memory run in the interpreter, slowly and under supervision. ValueError or TypeError, before
-    anything is launched, names the argument and prints the values."""
+    Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays and
+    others in host memory run in the interpreter, slowly and under supervision.
+
+    ValueError, TypeError: name the argument and print the values, before anything is launched."""
     common = number("scale", scale), flag("return_lse", return_lse), family
     held, units = of_fp8(k), (q_descale, k_descale, v_descale)
     narrow, widened = held and of_fp8(q), held and not of_fp8(q)
@@ -286,15 +294,16 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
         lists = block_lists(q, k, v, mask=mask, aux=(docs,))
         out = forward(q, k, v, mask=mask, aux=(docs,), blocks=lists)
 
-    forward finds by itself, in every call, which blocks of keys a mask lets a tile of queries see, for what aux holds may have
-    changed. Where you know that it has not, the lists serve all calls with as many queries and keys, with the same mask, window
-    and causal, and whose tiles are as large, which D, Dv, the dtype, the family and the other options decide; with other
-    batches and heads where the mask does not read b and h. forward refuses others, but what aux holds it does not look at.
+    In every call forward finds anew which blocks of keys a mask lets a tile of queries see, because what aux holds may have
+    changed. If you know that it has not, make the lists once. They serve all calls with the same number of queries and keys,
+    the same mask, window and causal, and the same tile size, which depends on D, Dv, the dtype, the family and the other
+    options. If the mask does not read b and h, batches and heads may differ. forward refuses other calls, but does not look
+    at what aux holds.
 
-    q, k, v and variant: forward's arguments in those calls; arrays are not read, but for aux and those of blocks. The lists
-    are made on the stream, where calls on others must wait for them, and live as long as the object does.
+    q, k, v and variant: forward's arguments in those calls. Only the arrays of aux and blocks are read. The lists are made
+    on the stream; calls on other streams must wait for them. They live as long as the object does.
 
-    ValueError, TypeError: as forward's; there is neither a mask nor blocks; or sequences are packed, or have lengths_k."""
+    ValueError, TypeError: as forward; or there is neither a mask nor blocks; or sequences are packed, or have lengths_k."""
     if refused := {"out", "return_lse"} & variant.keys():
         raise TypeError(f"{min(refused)}: is forward's; block_lists writes no output")
     if traced(q) or tracing(q):

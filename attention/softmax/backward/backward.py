@@ -121,40 +121,41 @@ def backward(
     stream: Any = None,
     family: str | None = None,
 ) -> tuple[Any, ...]:
-    """Gradients of attention.forward: of a loss L, dq = dL/dq, dk = dL/dk and dv = dL/dv, where dout = dL/dout.
+    """Gradients of attention.forward. For a loss L and dout = dL/dout: dq = dL/dq, dk = dL/dk and dv = dL/dv.
 
         P = exp(scale q k^T - lse)    dv = P^T dout
         dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. q, k, v, causal, window, softcap, alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k,
-    lengths_k, dropout, seed, scale, layout: what forward was called with; dS is then that of q k^T, before all these. out, lse:
-    what it gave, with return_lse=True. Heads that share a key head are summed. What sees nothing has gradients of 0, and so
-    have keys that are not in use.
+    dout: as out. out, lse: what forward returned, with return_lse=True. q, k, v, causal, window, softcap, alibi, sink, bias,
+    mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale, layout: what forward was called
+    with; dS is then that of q k^T, before all these. The gradients of heads that share a key head are summed. Queries that
+    see nothing have gradients of 0, and so have keys that are not in use.
 
-    dq, dk, dv, dsink, dq_norm, dk_norm: written in place of new arrays. With accumulate=True they must be given, of float32,
-    and gradients are added to what they hold, unrounded; so must dbias, dalibi and daux, if they are asked for.
+    dq, dk, dv, dsink, dq_norm, dk_norm: written in place instead of new arrays. accumulate: they must be given, in float32,
+    and the gradients are added to what they hold, unrounded; the same holds for dbias, dalibi and daux, if they are asked
+    for.
 
-    dbias, dalibi: True for the gradient of a bias, summed over axes of 1, and of slopes; or an array to write it to. daux: True
-    for the gradients of all arrays of aux that are not of integers, as far as score reads them; or for each array one of True,
-    an array to write to, and None. They are of float32, and computed from scores once more, each array for itself, in a fixed
-    order: the same bits every time. Of packed sequences those of places of a bias that none has are 0.
+    dbias, dalibi: True for the gradients of a bias (summed over axes of length 1) and of slopes; or an array to write to.
+    daux: True for the gradients of all arrays of aux that do not hold integers, as far as score reads them; or, for each
+    array, True, an array to write to, or None. They are float32. Each is computed from the scores once more, in a fixed
+    order: the same bits every time. With packed sequences, entries of a bias that belong to no sequence get 0.
 
-    score's derivative is found by running it once on terms that note what is done to them; it may do all that it may in
-    forward, but for `map`. Tiles of queries that see no key of a block are passed by, as forward does with blocks of keys.
+    The derivative of score is found by running it once on symbolic terms. So score may do all that it may in forward, except
+    `map`. Tiles of queries that see no key of a block are skipped, as forward skips blocks of keys.
 
-    Sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ from call to call;
-    with deterministic=True they are taken in a fixed order, and all bits are the same in every call on the same kind of GPU.
+    deterministic: sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ
+    from call to call; with deterministic=True they are taken in a fixed order, and all bits are the same in every call on
+    the same kind of GPU.
 
-    q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them; dq and dk are those of q and k before them,
-    through the gradients of the normalised rows in their dtype, or with accumulate=True in float32. The norms' own gradients
-    are float32, have their shapes and come last, of each norm an array, or a pair (of the weights, of the bias); the sums that
-    they are have a fixed order.
+    q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them. dq and dk are those of q and k before the
+    norms; the gradients of the normalised rows are rounded to their dtype on the way, or kept in float32 with
+    accumulate=True. The norms' own gradients are float32, have their shapes and come last: for each norm an array, or a pair
+    (of the weights, of the bias). Their sums have a fixed order.
 
-    With forward's other options there is no gradient yet. stream, family: as in forward.
+    forward's other options have no gradient yet. stream, family: as in forward.
 
-    Returns (dq, dk, dv), and behind these in this order: dbias and dalibi, if they are asked for; dsink, if there is a sink;
-    each of daux that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are as in
-    forward."""
+    Returns (dq, dk, dv), followed, in this order, by dbias and dalibi, if asked for; dsink, if there is a sink; each of daux
+    that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are those of forward."""
     no_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
     no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
     if no_scores and no_more and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):

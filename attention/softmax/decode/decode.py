@@ -113,67 +113,68 @@ def decode(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Attention of new tokens over caches of keys and values, which are read once: what a server does for each token; and with
-    many query tokens, what it does with a prompt or a part of one.
+    """Attention of new tokens over caches of keys and values, which are read once. It is what a server does for each token and,
+    with many query tokens, for a prompt or a part of one.
 
-    q: (B, Sq, H, D), one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and v:
-    (B, Sk, Hk, Dv), the caches, of which sequence b uses the first lengths[b] keys, the new tokens' among them; what lies
-    behind is not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. layout="bhsd":
-    (B, H, Sq, D) and (B, Hk, Sk, D). Any base addresses and strides with a contiguous last axis, fast where they are multiples
-    of 16 bytes.
+    q: (B, Sq, H, D): one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and
+    v: (B, Sk, Hk, Dv): the caches. Sequence b uses the first lengths[b] keys, including those of the new tokens; the others
+    are not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. With layout="bhsd": (B, H,
+    Sq, D) and (B, Hk, Sk, D). Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes are
+    fast.
 
-    lengths: (B), int32 or int64, where q lies: they are never read on the host. Neither plans nor kernels depend on them, so
-    that a CUDA graph which holds the call serves sequences as they grow. None: all keys that there is room for are in use.
+    lengths: (B), int32 or int64, on q's device; the host never reads them. Neither plans nor kernels depend on them, so a
+    CUDA graph that holds the call serves sequences as they grow. None: all keys that there is room for are in use.
 
     pages: (B, most pages), int32 or int64. Then k and v are pools, (pages, page size, Hk, D) and Dv, or for layout="bhsd"
-    (pages, Hk, page size, D): key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Numbers of pages
-    behind a sequence's last one are not read. batch_index: (B), sequence b lies in batch batch_index[b] of k and v, which may
-    have more. leftpad: (B), the keys before leftpad[b] are not looked at.
+    (pages, Hk, page size, D), and key j of sequence b is row j % size of page pages[b, j // size]. Any page size. Entries
+    behind a sequence's last page are not read. batch_index: (B), sequence b lies in batch batch_index[b] of k and v, which
+    may have more. leftpad: (B), keys before leftpad[b] are not looked at.
 
-    k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: their numbers become fp16, exactly, and queries are rounded
-    to that. k_descale, v_descale: float32, positive, what they are multiplied by; both or none. (Hk) or (B, Hk); or of each
-    token, where k and v have it: (B, Sk, Hk), or (pages, page size, Hk), for layout="bhsd" with Hk in the middle, at any
-    strides; those of keys that are not looked at may be anything. Then there are as many tiles of query tokens as it takes, of
-    few each.
+    k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: they are converted to fp16, exactly, and queries are
+    rounded to fp16. k_descale, v_descale: float32, positive, by which they are multiplied; both or none. (Hk) or (B, Hk). Or
+    one for each token, at the place of k and v: (B, Sk, Hk), or (pages, page size, Hk), for layout="bhsd" with Hk in the
+    middle, with any strides; those of keys that are not looked at may be anything. Query tokens then go in as many small
+    tiles as it takes.
 
-    cu_seqlens: (N + 1), ascending from 0 to Sq: the query tokens of N sequences lie one behind the other in a batch of 1,
+    cu_seqlens: (N + 1), ascending from 0 to Sq: the query tokens of N sequences lie one after the other in a batch of 1,
     those of sequence n from cu_seqlens[n] to cu_seqlens[n + 1]. Caches and all that is said of them are then of N sequences.
 
-    k_new, v_new: (B, S, Hk, D) and Dv, keys and values that are first written into the caches, in place, from key lengths[b]
-    on, where `lengths` does not count them yet: what attention.append does, by the same kernel, in the same call, which also
-    writes the descales of each token. Where queries lie one behind the other, so do these, by cu_seqlens_new, or by cu_seqlens.
+    k_new, v_new: (B, S, Hk, D) and Dv: keys and values that are first written into the caches, in place, from key lengths[b]
+    on; `lengths` does not count them yet. This is attention.append, by the same kernel, in the same call; it also writes the
+    descales of each token. If queries are packed, so are these, by cu_seqlens_new or cu_seqlens.
 
-    rotary: (cos, sin), as in attention.append, which then also rotates k_new, key i by position lengths[b] + i, and q: query
-    token i by that of the i-th new key, or without causal and window all by that of the first; q itself stays as it is.
-    interleaved, positions: append's.
+    rotary: (cos, sin), as in attention.append. k_new is rotated, key i by position lengths[b] + i. So is q (the array itself
+    stays as it is): query token i by the position of the i-th new key, or without causal and window all by that of the
+    first. interleaved, positions: as in append.
 
-    q_norm, k_norm, k_new_norm: norms of the rows of the argument of that name, as forward has them: weights of an RMS norm, or
-    a pair (weights, bias) of a layer norm. Which of the two a model's keys need follows from what its cache holds. k_new_norm:
-    k_new is normalised once, before it is rotated and written, and the cache holds normalised keys, as that of Qwen3 does:
-    q_norm=..., k_new_norm=.... k_norm: the cache holds keys as they came, and all of them are normalised in every call, on the
-    way to their scores, in float32; nothing of that is written, and k is read once. Neither implies the other, so that nothing
-    is normalised twice. q is normalised before it is rotated. With k_norm there is no rotary, which comes behind a norm, and
-    there are as many tiles of query tokens as it takes, of few each.
+    q_norm, k_norm, k_new_norm: norms of the rows of the argument of that name, as forward has them: weights of an RMS norm,
+    or a pair (weights, bias) of a layer norm. What your cache holds decides which you need. k_new_norm: k_new is normalised
+    once, before it is rotated and written, and the cache holds normalised keys, as Qwen3's does. k_norm: the cache holds
+    keys as they came, and all of them are normalised in every call, on the way to their scores, in float32; nothing of that
+    is written, and k is read once. Neither implies the other, so nothing is normalised twice. q is normalised before it is
+    rotated. With k_norm there is no rotary, which comes after a norm, and query tokens go in as many small tiles as it
+    takes.
 
-    Which keys a token sees. The last token stands at the last key: token t at place p = lengths[b] - Sq + t, lengths with the
-    new ones. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h, i, j,
-    *aux) says it in Python, of query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
+    Which keys a token sees. The last token stands at the last key: token t is at place p = lengths[b] - Sq + t, where
+    lengths include the new ones. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open.
+    mask: mask(b, h, i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that
+    sees no key gives 0.
 
-    What becomes of a score: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score and
-    aux. Here h may be a vector, of the rows' heads.
+    What becomes of a score: softcap, alibi, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score
+    and aux. Here h may be a vector, the heads of the rows.
 
-    splits: into how many parts each sequence's keys go, which different multiprocessors work on, and which a second launch adds
-    up. With as many splits the result has the same bits, always. By default all sequences' keys are shared out evenly, by the
-    lengths as the device finds them: a sequence's bits then depend on the others' lengths. Where queries lie one behind the
-    other, or caches are whole, shapes decide into how many parts each goes.
+    splits: the number of parts that each sequence's keys are split into; multiprocessors work on different parts, and a
+    second launch combines them. The same splits always give the same bits. By default the keys of all sequences are divided
+    evenly, by the lengths as the device finds them: the bits of a sequence then depend on the lengths of the others. If
+    queries are packed, or caches are whole, the number of parts follows from the shapes.
 
     out, return_lse, stream: as in forward. family: None, "sm_80", the instructions of every GPU since Ampere, or "sm_90",
-    Hopper's, which serve many query tokens, and few in caches of q's dtype, by default where these times the query heads that
-    share a key head are more than 32.
+    Hopper's. These serve many query tokens; they also serve few, in caches of q's dtype, by default if tokens times the
+    query heads that share a key head are more than 32.
 
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
-    ValueError or TypeError, before anything is launched, names the argument and prints the values."""
+    ValueError, TypeError: name the argument and print the values, before anything is launched."""
     left, right = ends_of(window)
     options = (  # of every step of a server: each line costs it
         flag("causal", causal),
