@@ -20,27 +20,28 @@ from .softmax.rotary import SERVED
 
 
 class Attention(nn.Module):
-    """Self-attention of x (B, S, dim), which it gives back in that shape:
+    """Self-attention of x (B, S, dim); the result has the same shape:
 
         q, k, v = x W            `heads` heads of queries, `kv_heads` of keys and of values, `head_dim` columns each
         q, k    = norm(q), norm(k)               with qk_norm: RMS norms of each head's rows
-        q, k    = turned by their positions      with rotary
+        q, k    = rotated by their positions     with rotary
         out     = softmax(q k^T / sqrt(head_dim)) v W_out      attention.forward, differentiable
 
     dim: columns of x. heads, kv_heads: heads is a multiple of kv_heads (GQA, MQA), which is heads by default. head_dim: a
-    multiple of 8 up to 256, by default dim // heads. causal, window, softcap, scale: attention.forward's. sink: learn a logit
-    for each head, whose exp joins its sums of weights; it begins at 0. qk_norm: learn weights (head_dim), eps is 1e-6. rotary:
-    the base of the angles, 10000 in most models, position / base^(2 i / head_dim) for the pair of columns i and
-    head_dim / 2 + i; None leaves positions out. bias: have the projections one. dtype, device: of the parameters.
+    multiple of 8 up to 256, by default dim // heads. causal, window, softcap, scale: attention.forward's. sink: learn a
+    logit for each head, whose exp joins its sums of weights; it starts at 0. qk_norm: learn weights (head_dim); eps is 1e-6.
+    rotary: the base of the angles, 10000 in most models: position / base^(2 i / head_dim) for the pair of columns i and
+    head_dim / 2 + i. None leaves positions out. bias: give the projections a bias. dtype, device: of the parameters.
 
-    With rotary, of heads of 64 or 128 columns and without further options of a call, norms, positions and attention are one
-    function of the projection, whose gradient is one array: queries, keys and values are read where the projection left them.
+    With rotary, heads of 64 or 128 columns and no further options of a call, norms, positions and attention are one function
+    of the projection's output, and its gradient is one array: queries, keys and values are read where the projection left
+    them.
 
     Kernels take bfloat16 and float16: give the module and x such a dtype, or call it under torch.autocast. Parameters are
     `project.weight` (W^T, the rows of all queries first, then keys, then values), `out.weight`, `q_norm.weight`,
     `k_norm.weight` and `sink`.
 
-    ValueError: heads, columns or what attention.forward refuses."""
+    ValueError: heads or columns do not fit; or attention.forward refuses them."""
 
     def __init__(
         self,
@@ -80,9 +81,9 @@ class Attention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(heads, device=device)) if sink else None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        """See the class. positions: of the tokens, (S) or (B, S), for rotary; by default from 0 on. options: further ones of
-        attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim), and positions begin anew
-        with each sequence)."""
+        """See the class. positions: those of the tokens, (S) or (B, S), for rotary; by default from 0 on. options: further ones
+        of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim), and positions start
+        anew with each sequence)."""
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
         if not options and self.at_once(x):
             return self.out(self.projected(heads, positions).flatten(-2))

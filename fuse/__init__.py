@@ -1,4 +1,4 @@
-"""Describe the maths, get a fused kernel that one can read, with a proof.
+"""Describe the maths, get a fused kernel that you can read, with a proof.
 
     import fuse
     from fuse import mean, rsqrt
@@ -7,11 +7,12 @@
     def norm_linear(x, g, w):                       # (M, K), (K,), (K, N)
         return (x * rsqrt(mean(x * x) + 1e-5) * g) @ w
 
-    y = norm_linear(x, g, w)            # NumPy's arrays: what it says; a GPU's: fused kernels
+    y = norm_linear(x, g, w)            # on NumPy arrays what it says; on a GPU's arrays fused kernels
     print(norm_linear.source(x, g, w))  # these kernels, in tiles and ops
-    print(norm_linear.proof(x, g, w))   # what was proven of them, and how
+    print(norm_linear.proof(x, g, w))   # what was proven about them, and how
 
-language.py has the functions that definitions are written with, rules.py the algebra, templates/ the kernels."""
+language.py has the functions that definitions are written with, rules.py the algebra, templates/ the kernels.
+"""
 
 from pathlib import Path as _Path
 from runpy import run_path as _run_path

@@ -1,12 +1,13 @@
-"""Functions of arrays that become kernels: what `fuse.kernel` makes of a definition.
+"""Functions of arrays that become kernels: what `fuse.kernel` makes from a definition.
 
     @fuse.kernel
     def norm_linear(x, g, w):
         return (x * rsqrt(mean(x * x) + 1e-5) * g) @ w
 
-A call traces the definition for the lengths that it came with, finds the ways to compute it, takes the best and runs it as a
-program (tiles/program.py): what is known of a form of arrays is looked up. Leading axes are rows where that is all they can be,
-so that x may be (..., k); else they are batches and heads, as NumPy has them (trace.rows_alone)."""
+A call traces the definition for the lengths of its arrays, finds the ways to compute it, takes the best and runs it as a
+program (tiles/program.py): what is known about a form of arrays is looked up. Leading axes are rows where possible, so x may
+be (..., k); otherwise they are batches and heads, as in NumPy (trace.rows_alone).
+"""
 
 from __future__ import annotations
 
@@ -51,11 +52,11 @@ HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of 
 
 
 class NoKernel(TypeError):
-    """No template computes what a definition says: why."""
+    """No template computes what a definition says; the message says why."""
 
 
 class Fused:
-    """A definition, and the kernels that it became. Call it as the definition."""
+    """A definition, and the kernels that it became. Call it like the definition."""
 
     def __init__(self, definition: Callable):
         functools.update_wrapper(self, definition)
@@ -110,7 +111,7 @@ class Fused:
     # ---- gradients ---------------------------------------------------------------------------------------------------
     @functools.cached_property
     def gradient(self) -> Gradient:
-        """The gradient as a fused function of the arguments and of the gradients by the results (backward.py)."""
+        """The gradient, as a fused function of the arguments and of the gradients with respect to the results (backward.py)."""
         return self.gradients.by_all()
 
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
@@ -154,7 +155,7 @@ class Fused:
         return outs
 
     def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
-        """The same by the fused kernels, of NumPy's arrays in the interpreter."""
+        """The same computed by the fused kernels; on NumPy arrays in the interpreter."""
         arrays = self._arguments(given, named)
         flat, lead = self._rows(arrays)
         shapes = self._shapes(flat)
@@ -316,8 +317,8 @@ class Fused:
         return found, self._candidates(found, ordinal_of(flat))
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
-        """Measure the best candidates on the card that these arrays lie on, and remember the fastest; a call finds it from
-        then on. say: is told what is going on."""
+        """Measure the best candidates on the GPU that these arrays are on, and remember the fastest; calls find it from then
+        on. say: a function that is told what is going on."""
         flat, _ = self._rows(self._arguments(arrays))
         found, ordinal = self.trace(flat), ordinal_of(flat)
         if ordinal is None:
@@ -331,13 +332,13 @@ class Fused:
         return tune.ranked(every, seconds)
 
     def candidates(self, *arrays: Any) -> list[Candidate]:
-        """What was found for these arrays, the best first."""
+        """The ways to compute it that were found for these arrays, best first."""
         return self._found(arrays)[1]
 
     def compile(self, *shapes: tuple[int, ...] | Shape, dtype: str = "bfloat16", arch: str = "sm_90a") -> list[Compiled]:
-        """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number; a Shape has a dtype of its
-        own), made ahead of time with no GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by
-        the roofline is taken."""
+        """Compile the kernels for C-ordered arrays of these shapes ahead of time, without a GPU, and keep their machine code on
+        disk: the first call on such a GPU finds it. () is a number; a Shape has a dtype of its own. The best way by the
+        roofline is taken."""
         for s in self._arguments(shapes):
             if not isinstance(s, tuple):
                 raise TypeError(f"{self.name}: shapes must be tuples of integers, () of a number, got {s!r}")
@@ -371,7 +372,7 @@ class Fused:
         return seen
 
     def explain(self, *arrays: Any) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline says."""
+        """In sentences: which rules were used, what the kernels do, what the roofline estimates."""
         return self.candidates(*arrays)[0].explained()
 
     def source(self, *arrays: Any) -> str:
@@ -380,14 +381,14 @@ class Fused:
         return chosen(self.name, found, every[0]).text
 
     def proof(self, *arrays: Any) -> Proof:
-        """Whether the kernels that serve these arrays compute the definition, how that was found out, and what was not."""
+        """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked."""
         found, every = self._found(arrays)
         return proven(self.name, found, every[0])
 
 
 def kernel(definition: Callable) -> Fused:
-    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels. TypeError: it is no function of
-    Python's, or has parameters that are not given by place."""
+    """Decorator: a function of arrays, written with fuse's functions, becomes fused kernels. TypeError: it is not a Python
+    function, or has parameters that are not positional."""
     fused = Fused(definition)
     if wrong := [str(x) for x in fused.signature.parameters.values() if x.kind not in NAMED]:
         raise TypeError(f"fuse.kernel: {fused.name} must take its arrays by place, and each has a name, got {', '.join(wrong)}")

@@ -1,9 +1,10 @@
-"""What can be done to tiles inside kernels. The ops here are what one warp does with its own tile; `ops.warpgroup` has what
-four warps do together, `ops.block` all warps of a block, `ops.cluster` several blocks; `ops.raw` has the instructions without
-their guards.
+"""What can be done to tiles inside kernels. The ops in this module are what one warp does with its own tile. `ops.warpgroup`
+has what four warps do together, `ops.block` what all warps of a block do, `ops.cluster` what several blocks do. `ops.raw`
+has instructions without their guards.
 
-This file only gives names. How an op is done stands in the rooms: elementwise/, shape/, memory/, reductions/, matmul/,
-threads/, for_attention/."""
+This file only lists names. The folders say how an op is done: elementwise/, shape/, memory/, reductions/, matmul/, threads/,
+for_attention/.
+"""
 
 from pathlib import Path as _Path
 from runpy import run_path as _run_path

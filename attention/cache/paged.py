@@ -15,11 +15,11 @@ Layer = tuple[Any, Any]
 
 
 class Full(RuntimeError):
-    """There is no page or no place left for what was asked, and nothing has changed."""
+    """There is no page or no place left for the request, and nothing has changed."""
 
 
 class PagedCache:
-    """Keys and values of many sequences, in pages of pools that the caller made, on the device or in host memory:
+    """Keys and values of many sequences, in pages of pools that the caller made, on a device or in host memory:
 
         cache = PagedCache([(k, v)], sequences=32, tokens=8192)     # k, v (pages, page size, Hk, D), a pair for each layer
         a = cache.add()                                             # a sequence, by its number
@@ -28,23 +28,25 @@ class PagedCache:
         b = cache.fork(a)                                           # shares a's pages
         cache.free(a)
 
-    sequences: how many there can be at a time; tokens: of each, at most. layers: arrays of one framework, NumPy's, torch's,
-    CuPy's or JAX's, all of as many pages of one size. Of JAX's the cache becomes the owner: writing makes new ones.
+    sequences: the largest number of sequences at a time. tokens: the largest number of tokens of each. layers: arrays of one
+    framework, NumPy's, torch's, CuPy's or JAX's, all with the same number of pages of one size. The cache becomes the owner
+    of JAX's: writing makes new ones.
 
-    scaled: pools are of float8_e4m3fn, and the cache makes and keeps a descale of each token and head, which append finds.
-    `descales`: of each layer what attention.decode is to be told of them, by name, nothing if not scaled:
+    scaled: the pools are float8_e4m3fn, and the cache makes and keeps a descale for each token and head, which append
+    computes. `descales`: for each layer, the arguments that attention.decode needs, by name; empty if not scaled:
 
         attention.decode(q, *cache.layers[0], **cache.descales[0], lengths=cache.lengths, pages=cache.pages)
 
-    `layers`: the pools. `pages` (sequences, most pages), `lengths` and `starts` (sequences), int32, lie where the pools do, a
-    row for each number a sequence can have. lengths: the tokens of each, the newest among them, as attention.decode takes them.
-    starts: where the newest begin, as attention.append takes it; -1 where there are none. Who is not in use has length 0 and no
-    pages, which are -1. They stay the same arrays (not JAX's), so a CUDA graph may hold them: they change on the current stream
-    when a method here changes them, which therefore must not be captured. `tables` gives the rows of some sequences.
+    `layers` are the pools. `pages` (sequences, most pages), `lengths` and `starts` (sequences), int32, are on the device of
+    the pools, with a row for each number that a sequence can have. lengths: the tokens of each, including the newest, as
+    attention.decode takes them. starts: where the newest begin, as attention.append takes it; -1 if there are none. A number
+    that is not in use has length 0 and no pages, which are -1. They stay the same arrays (except JAX's), so a CUDA graph may
+    hold them. The methods change them on the current stream, and must not be captured themselves. `tables` returns the rows
+    of some sequences.
 
-    A page is free, or counted by all that share it. A fork shares all pages that have tokens; who then writes into a page that
-    others share, which is the last and not full, gets a copy of it first. Full: there is no room, and nothing has changed.
-    ValueError: a number is no sequence's, or anything else is wrong."""
+    A page is free, or counts who shares it. A fork shares all pages that have tokens. Before a sequence writes into a page
+    that others share (the last one, which is not full), it gets a copy. Full: there is no room, and nothing has changed.
+    ValueError: a number belongs to no sequence, or anything else is wrong."""
 
     def __init__(self, layers: Sequence[Layer], *, sequences: int, tokens: int, scaled: bool = False):
         given = layers if isinstance(layers, (list, tuple)) else [layers]
@@ -97,7 +99,7 @@ class PagedCache:
         return int(self._lengths[sequence])
 
     def tables(self, sequences: Sequence[int]) -> tuple[Any, Any, Any]:
-        """(pages, lengths, starts) of these sequences, in this order; the cache's own arrays where it has no other numbers."""
+        """(pages, lengths, starts) of these sequences, in this order; the cache's own arrays if these are all its numbers."""
         self._check(sequences)
         chosen = tuple(sequences)
         if chosen == tuple(range(len(self._lengths))):
@@ -110,13 +112,13 @@ class PagedCache:
 
     # ---- sequences come and go ---------------------------------------------------------------------------------------
     def add(self) -> int:
-        """A sequence without tokens: its number. Full: there are as many as there can be."""
+        """Add a sequence without tokens; returns its number. Full: there are as many as there can be."""
         place = self._place()
         self._held[place] = []
         return place
 
     def fork(self, sequence: int) -> int:
-        """A sequence with the same tokens, in the same pages: its number. Full: see add."""
+        """Add a sequence with the same tokens, in the same pages; returns its number. Full: see add."""
         self._check([sequence])
         length, place = int(self._lengths[sequence]), self._place()
         self._held[place] = []
@@ -149,8 +151,8 @@ class PagedCache:
 
     # ---- tokens come -------------------------------------------------------------------------------------------------
     def reserve(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Room for so many more tokens, of all sequences or of each, which nobody else will write to. Full: there is not enough
-        for all of them."""
+        """Reserve room for so many more tokens, of all sequences or of each; nobody else will write there. Full: there is not
+        enough for all of them."""
         counts = self._counts(sequences, tokens)
         shared, needed, leaving = [], 0, dict[int, int]()
         for sequence, count in counts.items():
@@ -174,8 +176,8 @@ class PagedCache:
             self._publish()
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """So many new tokens, of all sequences or of each, whose keys and values are now to be written, in all layers: lengths
-        grow, and starts say where they begin. Full: see reserve, which is done first."""
+        """Extend sequences by so many new tokens, all or each, whose keys and values are to be written next, in all layers:
+        lengths grow, and starts say where the new tokens begin. It reserves first. Full: see reserve."""
         counts = self._counts(sequences, tokens)
         self.reserve(sequences, tokens)
         self._starts[:] = NONE
@@ -195,11 +197,11 @@ class PagedCache:
         **options: Any,
     ) -> Any:
         """attention.append to a layer, with its options rotary, interleaved, positions, q, causal, out and stream, and
-        k_descale and v_descale if not `scaled`, and its result; of JAX's arrays with rotary, interleaved and q. With the first
-        layer sequences are extended; the others are of the same sequences and tokens. Full: see reserve.
+        k_descale and v_descale if not `scaled`, and its result; for JAX arrays with rotary, interleaved and q. The call for
+        the first layer extends the sequences; calls for the others are for the same sequences and tokens. Full: see reserve.
 
-        k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, of each sequence, all of them one behind the other
-        in a batch of 1."""
+        k_new, v_new: (B, S, Hk, D) of as many sequences; or with `tokens`, the number of each sequence, all of them one
+        after the other in a batch of 1."""
         if not hasattr(sequences, "__len__"):
             raise TypeError(f"sequences: must be a list of their numbers: {sequences=}")
         if self.descales[0] and (told := [name for name in DESCALES if name in options]):

@@ -50,9 +50,9 @@ def quantize(
     float32, positive; by default it is made so that the largest element of a head becomes 448. What is beyond 448 is clamped
     to it.
 
-    block: 128, or None. Each block of rows then has a descale of its own, (B, blocks, H), or with layout="bhsd" (B, H,
-    blocks), which is always made here. So large numbers in some blocks do not take the range of e4m3, 2^-9 to 448, from
-    small ones in others.
+    block: 128, or None. Each block of rows then has a descale of its own, (B, blocks, H), or with layout="bhsd"
+    (B, H, blocks), which is always made here. So large numbers in some blocks do not take the range of e4m3, 2^-9 to 448,
+    from small ones in others.
 
     centred: the mean of each head's rows is subtracted first. For keys this changes no weight: all scores of a query change
     by one number, scale q_i . mean, and lse is less by it (add it if you need lse). Keys that have much in common are then

@@ -35,8 +35,8 @@ FULL = 264  # tiles that keep a GPU busy until the last one
 
 @dataclass(frozen=True)
 class Machine:
-    """One of them: operations a second of attention.forward, bytes a second that come to a GPU and what a message costs at
-    least; bytes a second of its memory, and of copies of rows with gaps between them."""
+    """One machine: operations per second of attention.forward; bytes per second that arrive at a GPU, and the least time of a
+    message; bytes per second of its memory, and of copies of rows with gaps between them."""
 
     flops: float = 650e12
     link: float = 320e9
@@ -64,7 +64,7 @@ class Estimate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What explain=True gives: the scheme, why, and the estimate of each."""
+    """The result of explain=True: the scheme, why, and the estimate for each."""
 
     scheme: str
     why: str

@@ -98,12 +98,13 @@ class Memory:
 
 
 def mapped(group: Any = None) -> Mapped:
-    """The ranks of a process group, or all, as ones that map each other's memory, to be given to this package's functions as
-    `group`. Every rank calls it, once; their GPUs are of one host and reach each other (torch.distributed._symmetric_memory).
+    """The ranks of a process group, or all, as ranks that map each other's memory; pass it to this package's functions as
+    `group`. Every rank calls it, once. Their GPUs are on one host and reach each
+    other (torch.distributed._symmetric_memory).
 
-    By copies come rows of a batch of one that have all heads: keys and values of "gather", unless they come in two turns
-    (choice.first_heads). All else comes by messages, as ever. Twice the largest share that came so is kept. A rank that does
-    not come is an error of CUDA after ten minutes, which names nothing."""
+    Rows of a batch of one that have all heads then come by copies: keys and values of "gather", unless they come in two
+    turns (choice.first_heads). Everything else comes by messages, as before. Twice the largest share that came this way
+    stays allocated. If a rank does not call it, the others get a CUDA error after ten minutes, which names nothing."""
     return _mapped(one_of(group))
 
 

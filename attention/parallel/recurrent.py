@@ -43,12 +43,15 @@ ALIGNED = 32  # numbers: 128 bytes
 
 
 def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
-    """attention.linear of a sequence that lies on several ranks, in contiguous shares (attention.parallel.shard(.., order=
-    "contiguous"), or `reorder` from zigzag): its arguments and results, decay being this rank's share, but for one of heads.
+    """attention.linear of a sequence that is spread over several ranks, in contiguous shares
+    (`attention.parallel.shard(.., order="contiguous")`, or `reorder` from zigzag). Arguments and results are linear's; decay
+    is this rank's share, except for one of heads.
 
-    initial_state is that before the whole sequence, and counts on the first rank alone; what return_state gives is that after
-    the whole, on every rank. cu_seqlens is of the whole sequence. group: a process group, a dimension of a DeviceMesh, or None
-    for all processes; length: tokens of the whole, where shares differ. layout, out, stream and normalize=True are not served.
+    initial_state is that before the whole sequence, and counts on the first rank only. return_state gives the state after
+    the whole, on every rank. cu_seqlens is that of the whole sequence. group: a process group, a dimension of a DeviceMesh,
+    or None for all processes. length: tokens of the whole, if shares differ. layout, out, stream and normalize=True are not
+    supported.
+
     ValueError on every rank, before anything travels: ranks disagree. TypeError: an array that is not torch's."""
     of_torch(q=q, k=k, v=v)
     kind = LinearInSegments if LinearInSegments.serves(k, options.get("decay")) else Linear
@@ -56,14 +59,14 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
 
 
 def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
-    """attention.delta_rule of a sequence that lies on several ranks: see `linear`. beta: this rank's share."""
+    """attention.delta_rule of a sequence that is spread over several ranks: see `linear`. beta: this rank's share."""
     of_torch(q=q, k=k, v=v, beta=beta)
     return Delta((q, k, v, beta), options).run(group, length)
 
 
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
-    """attention.mamba2 of a sequence that lies on several ranks: see `linear`. dt, B, C and z: this rank's shares. seq_idx is
-    not served: cu_seqlens, of the whole sequence, does the same."""
+    """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shares.
+    seq_idx is not supported: cu_seqlens, of the whole sequence, does the same."""
     of_torch(x=x, dt=dt, A=A, B=B, C=C)
     kind = MambaInSegments if MambaInSegments.serves(B) else Mamba
     return kind((x, dt, A, B, C), options).run(group, length)

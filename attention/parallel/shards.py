@@ -15,11 +15,11 @@ Cuts = tuple[Cut, ...]
 
 
 def shard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag") -> Any:
-    """This rank's share of a tensor that every rank has whole, along `dim`: a copy, contiguous.
+    """This rank's share of a tensor that every rank has as a whole, along `dim`: a copy, contiguous.
 
-    order: "zigzag", two parts that lie at mirrored places, or "contiguous"; any length, so that shares may differ by a block of
-    128, or be empty. group: a process group, a DeviceMesh (of two dimensions the ranks of both, row by row), or None for all
-    processes. Nothing travels; positions are sharded as anything else: shard(torch.arange(length), dim=0)."""
+    order: "zigzag", two parts at mirrored places, or "contiguous". Any length; shares may differ by a block of 128, or be
+    empty. group: a process group, a DeviceMesh (of two dimensions the ranks of both, row by row), or None for all processes.
+    Nothing travels. Shard positions like anything else: shard(torch.arange(length), dim=0)."""
     rank, world = place_of(group)
     spans = order_of(order).spans(x.shape[dim], world)[rank]
     parts = [x.narrow(dim, span.start, len(span)) for span in spans]
@@ -27,8 +27,9 @@ def shard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag"
 
 
 def unshard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag", length: int | None = None) -> Any:
-    """The whole tensor on every rank, of what `shard` gave each. length: of the whole, where shares differ; as many times the
-    share's as there are ranks by default. Differentiable: the gradient of a share is the sum of what every rank has of it."""
+    """The whole tensor on every rank, from the shares that `shard` gave. length: that of the whole, if shares differ; by
+    default the length of a share times the number of ranks. Differentiable: the gradient of a share is the sum over all
+    ranks."""
     return _moved(x, one_of(group), dim, order, None, length)
 
 
@@ -40,7 +41,7 @@ def reorder(
     to: str | Order = "contiguous",
     length: int | None = None,
 ) -> Any:
-    """Each rank's share in another order, by one all-to-all: between attention and a recurrence, in a model that has both.
+    """Each rank's share in another order, by one all-to-all: for a model that has both attention and a recurrence.
     Differentiable."""
     return _moved(x, one_of(group), dim, order, to, length)
 

@@ -1,4 +1,4 @@
-"""attention.parallel.forward: softmax attention of a sequence that lies on several ranks."""
+"""attention.parallel.forward: softmax attention of a sequence that is spread over several ranks."""
 
 from __future__ import annotations
 
@@ -54,35 +54,36 @@ def forward(
     stream: Any = None,
     **options: Any,
 ) -> Any:
-    """attention.forward of a sequence that lies on several ranks: q, k and v are this rank's shares of it, as
-    attention.parallel.shard cuts them, and so is what is given back. Every rank of the group must call it.
+    """attention.forward of a sequence that is spread over several ranks. q, k and v are this rank's shares of it, as
+    attention.parallel.shard cuts them, and so is the result. Every rank of the group must call it.
 
     group: a process group of torch.distributed, a DeviceMesh of one or two dimensions, or a tuple of two groups (the outer
-    first); all processes by default. order: which tokens a rank has, "zigzag" (as much work for each, of causal attention) or
-    "contiguous". length, length_k: tokens of the whole, and keys where they are others; by default as many as shares of one
-    size make. Shares that differ need it, and it may be any.
+    first); all processes by default. order: which tokens a rank has, "zigzag" (the same amount of work for each, if causal)
+    or "contiguous". length, length_k: the number of tokens of the whole, and of keys if it differs; by default that of equal
+    shares. Shares that differ need it, and it may be any number.
 
     scheme: how ranks work together.
 
     | | what travels | |
     |---|---|---|
-    | "gather" | keys and values, as far as queries see them | bitwise what one GPU gives |
-    | "ulysses" | tokens for heads, there and back; ranks share out the heads | whatever forward takes |
+    | "gather" | keys and values, as far as queries see them | the bits of one GPU |
+    | "ulysses" | tokens for heads, there and back; ranks divide the heads | whatever forward takes |
     | "ring" | keys and values, a rank's share at a time; partial results are merged in float32 | least memory |
-    | (outer, inner) | of a group of two dimensions: "gather" or "ring", and "ulysses"; or "ring" and "gather" | |
+    | (outer, inner) | for a group of two dimensions: "gather" or "ring", and "ulysses"; or "ring" and "gather" | |
 
-    "auto" takes the fastest that a model of bytes and time finds among those that can serve the call and whose memory suffices
-    (attention.parallel.choice); with explain=True nothing is computed, and the Choice is returned, whose str says why. memory:
-    bytes that may be held beyond shards and output, by default a quarter of the GPU's. "ring" computes in as many turns, each
-    for some of the key heads, as it takes to hold no more; in one where it fits.
+    "auto" takes the fastest by a model of bytes and time, among those that support the call and for which the memory
+    suffices (attention.parallel.choice). explain: nothing is computed, and the Choice is returned, whose str says why.
+    memory: bytes that may be held beyond shards and output, by default a quarter of the GPU's memory. "ring" computes in as
+    many turns, each for some of the key heads, as it takes to hold no more; in one if it fits.
 
     options: all other arguments of attention.forward, about the whole sequence: positions in causal, window, mask and score
-    count from its start, cu_seqlens is of all of it, aux are whole arrays. alibi, sink and norms are as there; bias has this
-    rank's rows, and all columns. blocks are those of the whole. With dropout a rank drops by the seed and its place, so other
-    numbers of ranks drop others. What a scheme cannot do is a NotImplementedError, and "auto" takes another.
+    count from its start, cu_seqlens is that of all of it, aux are whole arrays. alibi, sink and norms are as there; bias has
+    this rank's rows, and all columns. blocks are those of the whole. Dropout depends on the seed and the place of a rank's
+    part, so other numbers of ranks drop other weights. What a scheme cannot do raises NotImplementedError, and "auto" takes
+    another scheme.
 
     Differentiable where attention.forward is. The gradients of arrays that every rank has (sink, alibi, aux, norms) are this
-    rank's share, as those of a model's weights are: their sum over ranks is the whole.
+    rank's share, like those of a model's weights: their sum over the ranks is the whole.
 
     ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
     told = {name: x for name, x in options.items() if x is not None}

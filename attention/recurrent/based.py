@@ -51,16 +51,18 @@ def based(
         P[i, j] = 1 + s + s ** 2 / 2,  s = scale * q[i] . k[j],  j <= i
         o[i]    = sum_j P[i, j] v[j], and divided by sum_j P[i, j] with normalize=True
 
-    q, k: (B, S, Hk, 16); v, out: (B, S, H, Dv) for layout="bshd", sequence and head swapped for "bhsd"; bfloat16 or float16,
-    any S, Dv a multiple of 16 up to 256. Hk divides H: value head h reads key head h // (H // Hk). scale: Dk^-1/2, that is
-    1/4, by default. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to
-    cu_seqlens[n + 1]. Sums over earlier chunks of 64 tokens are float32, and rounded to q's dtype to be multiplied: with
-    float16 they must stay below 65504.
+    q, k: (B, S, Hk, 16). v, out: (B, S, H, Dv). For layout="bhsd" sequence and head are swapped. bfloat16 or float16; any S;
+    Dv a multiple of 16 up to 256. Hk divides H: value head h reads key head h // (H // Hk). scale: Dk^-1/2, which is 1/4, by
+    default. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
+
+    Sums over earlier chunks of 64 tokens are float32, and are rounded to q's dtype to be multiplied: with float16 they must
+    stay below 65504.
 
     initial_state, and what return_state=True returns as `(out, state)`: float32 (B, H, 160, Dv), or (N, ...), the sum of
-    f(k)^T v over the tokens so far; with normalize=True a pair of that and the sum of f(k), (B, H, 160). f(x) has 160 columns:
-    x[i] * x[(i + d) % 16] in column 16 * d + i for d = 0 (halved) to 7; the same for d = 8 and i < 8; then 1, seven zeros, and
-    x. (P is the product of f(k) and the same of scale * q, nothing halved: attention.linear_step takes these, with scale=1.)
+    f(k)^T v over the tokens so far; with normalize=True a pair of that and the sum of f(k), (B, H, 160). f(x) has 160
+    columns: x[i] * x[(i + d) % 16] in column 16 * d + i for d = 0 (halved) to 7; the same for d = 8 and i < 8; then 1, seven
+    zeros, and x. (P is the product of f(k) and the same of scale * q, nothing halved: attention.linear_step takes these,
+    with scale=1.)
 
     |         | here             | flash-linear-attention's fused_chunk_based | ThunderKittens' based |
     | ------- | ---------------- | ------------------------------------------ | --------------------- |

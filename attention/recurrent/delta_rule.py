@@ -1,4 +1,4 @@
-"""attention.delta_rule: the delta rule, with decays or without. What differs is where the decays come from.
+"""attention.delta_rule: the delta rule, with or without decays.
 
 | delta_rule(q, k, v, beta, ..) | flash-linear-attention              | S_t =                                                |
 | ----------------------------- | ----------------------------------- | ---------------------------------------------------- |
@@ -6,9 +6,9 @@
 | decay=(H,) or (B, S, H)       | chunk_gated_delta_rule(.., g, beta) | the same of exp(decay) S: gated delta networks       |
 | decay=(B, S, H, Dk)           | chunk_kda(.., g, beta)              | the same of diag(exp(decay)) S: Kimi delta attention |
 
-Default scale (Dk^-1/2) and the states' layout, (N, H, Dk, Dv) float32, are the same there; so are shared q and k heads, which
-chunk_delta_rule has not. g is (B, T, H) or (B, T, H, Dk) there, of each token; decays are logarithms in both. Keys are taken as
-they are: use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True and the like are the caller's work here.
+The same there: the default scale (Dk^-1/2), the layout of states, (N, H, Dk, Dv) float32, and shared q and k heads (which
+chunk_delta_rule lacks). g is (B, T, H) or (B, T, H, Dk) there, for each token; decays are logarithms in both. Keys are taken
+as they are: use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True and the like are the caller's work here.
 """
 
 from typing import Any
@@ -73,30 +73,32 @@ def delta_rule(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The delta rule: a state learns of every key what it does not say yet. For every sequence and head, over its tokens t,
+    """The delta rule: the state learns from every key what it does not return for it yet. For every sequence and head, over its
+    tokens t,
 
         S = exp(decay_t) S;  u_t = beta_t (v_t - S^T k_t);  S = S + k_t u_t^T;  o_t = scale S^T q_t
 
-    q, k: (B, S, Hk, Dk); v, out: (B, S, H, Dv); beta: (B, S, H), for layout="bshd"; sequence and head swapped for "bhsd".
-    bfloat16 or float16, beta and decay float32, too; Dk and Dv multiples of 16 up to 256, Dk up to 128 fast; Hk divides H, and
+    q, k: (B, S, Hk, Dk). v, out: (B, S, H, Dv). beta: (B, S, H). For layout="bhsd" sequence and head are swapped. bfloat16
+    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; Dk up to 128 is fast. Hk divides H, and
     value head h reads key head h // (H // Hk). Any lengths. It is stable where beta |k|^2 is between 0 and 2.
 
-    decay: logarithms, never positive: None; (H,), the same for all tokens; (B, S, H), of each token; or (B, S, H, Dk), of each
-    token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, with 0 as default. out:
-    written in place of a new array. stream: the CUDA stream, by default the current one of q's framework.
+    decay: logarithms, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
+    each token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, 0 by default. out:
+    written in place instead of a new array.
 
-    cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one behind the other in a batch of 1, sequence n from
-    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. Of arrays in host memory
-    that is checked, and that no decay is above 0; on a GPU with TILES_CHECK=1, as the call then waits for what it reads.
+    cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one after the other in a batch of 1, sequence n from
+    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this
+    is checked, and so is that no decay is above 0; on a GPU with TILES_CHECK=1, where the call then waits for what it reads.
 
-    Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
-    (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.
+    Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
+    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
     On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply. Other GPUs, addresses and strides
-    that are not multiples of 16 bytes and Dk above 128 are served token by token: right, and slow. With decays of channels,
-    chunks by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, are slow, too. Arrays, `stream`,
-    `family` ("sm_80" is token by token) and errors are those of attention.forward; flash-linear-attention's names stand beside
-    these at the head of this file."""
+    that are not multiples of 16 bytes, and Dk above 128 are served token by token: correct, and slow. With decays of
+    channels, a chunk by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, is slow, too.
+
+    Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
+    has flash-linear-attention's names next to these."""
     arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None
     return _delta_rule(stream, arrays, (number("scale", scale), flag("return_state", return_state), family), layout)
 

@@ -52,14 +52,16 @@ def hedgehog(
         o[i]    = sum_j w[i, j] v[j] / (sum_j w[i, j] + 1e-6)
         f(x, M) = max((softmax(x M), softmax(-x M)), 1e-6)              128 features
 
-    where m[i] is the greatest q[i] . k[j] of the first line: ThunderKittens' hedgehog kernel (LoLCATS), but for the floor of
-    1e-6, which only its reference has.
+    where m[i] is the largest q[i] . k[j] of the first line. This is ThunderKittens' hedgehog kernel (LoLCATS), except for
+    the floor of 1e-6, which only its reference has.
 
-    q, k: (B, S, Hk, D); v, out: (B, S, H, Dv) for layout="bshd", sequence and head swapped for "bhsd"; D and Dv multiples of 16
-    up to 128, any S. q_map, k_map: (Hk, D, 64). All bfloat16 or all float16. Hk divides H: value head h reads key head
-    h // (H // Hk). alphas, betas: (H,) float32. window: 64.
-    cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
-    There is no state to take or give: besides sums of features, what follows needs the keys and values of up to two blocks.
+    q, k: (B, S, Hk, D). v, out: (B, S, H, Dv). For layout="bhsd" sequence and head are swapped. D and Dv: multiples of 16 up
+    to 128; any S. q_map, k_map: (Hk, D, 64). All bfloat16 or all float16. Hk divides H: value head h reads key head
+    h // (H // Hk). alphas, betas: (H,) float32. window: 64. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is
+    the tokens cu_seqlens[n] to cu_seqlens[n + 1].
+
+    There is no state to pass in or out: besides sums of features, the next tokens need the keys and values of up to two
+    blocks.
 
     On Hopper, with addresses and strides that are multiples of 16 bytes. Returns `out`, the same kind of array as q. Arrays,
     `stream` and errors are those of attention.forward."""

@@ -1,4 +1,4 @@
-"""attention.linear and its named members: retention, lightning, gla. What differs is where the decays come from.
+"""attention.linear and its named members: retention, lightning, gla. They differ in where the decays come from.
 
 | here                          | flash-linear-attention          | S_t =                             |
 | ----------------------------- | ------------------------------- | --------------------------------- |
@@ -13,7 +13,7 @@
 | -------------------------------- | ------------------------------------------------------------------- |
 | scale: Dk^-1/2 by default        | the same                                                            |
 | initial_state, return_state=True | initial_state, output_final_state=True: (N, H, Dk, Dv) float32, too |
-| with normalize: pairs (S, z)     | the same, z being (N, 1, H, Dk) there and (N, H, Dk) here           |
+| with normalize: pairs (S, z)     | the same, but z is (N, 1, H, Dk) there and (N, H, Dk) here          |
 | normalize=False by default       | normalize=True by default                                           |
 | layout="bshd" or "bhsd"          | (B, T, H, D)                                                        |
 """
@@ -88,30 +88,30 @@ def linear(
 
         S_t = exp(decay_t) S_(t-1) + k_t v_t^T        o_t = scale S_t^T q_t
 
-    q, k: (B, S, Hk, Dk); v, out: (B, S, H, Dv) for layout="bshd"; sequence and head swapped for "bhsd", in decay, too. bfloat16
-    or float16; Dk and Dv multiples of 16 up to 256, 64 and 128 being fast; Hk divides H, and value head h reads key head
+    q, k: (B, S, Hk, Dk). v, out: (B, S, H, Dv). For layout="bhsd" sequence and head are swapped, in decay, too. bfloat16 or
+    float16. Dk and Dv: multiples of 16 up to 256; 64 and 128 are fast. Hk divides H, and value head h reads key head
     h // (H // Hk). Any lengths.
 
-    decay: logarithms, never positive (-inf forgets all), in float32, bfloat16 or float16: None; (H,), the same for all tokens;
-    (B, S, H), of each token; or (B, S, H, Dk), of each token and channel of the keys. scale: Dk^-1/2 by default.
-    initial_state: (B, H, Dk, Dv) float32, with 0 as default. out: written in place of a new array. stream: the CUDA stream, by
-    default the current one of q's framework.
+    decay: logarithms, never positive (-inf forgets all), in float32, bfloat16 or float16: None; (H,), the same for all
+    tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. scale: Dk^-1/2 by default.
+    initial_state: (B, H, Dk, Dv) float32, 0 by default. out: written in place instead of a new array.
 
-    normalize: o_t is divided by scale z_t . q_t + 1e-10, z_t being the sum of the keys so far, decayed as S_t is. Then
-    initial_state is a pair (S, z), and so is the state given back; z: (B, H, Dk).
+    normalize: o_t is divided by scale z_t . q_t + 1e-10, where z_t is the sum of the keys so far, decayed as S_t is. Then
+    initial_state is a pair (S, z), and so is the returned state; z is (B, H, Dk).
 
-    cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one behind the other in a batch of 1, sequence n from
-    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. Of arrays in host memory
-    that is checked, and that no decay is above 0; on a GPU with TILES_CHECK=1, as the call then waits for what it reads.
+    cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one after the other in a batch of 1, sequence n from
+    cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this
+    is checked, and so is that no decay is above 0; on a GPU with TILES_CHECK=1, where the call then waits for what it reads.
 
-    Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`, state being a new float32 array
-    (B, H, Dk, Dv), C-ordered, that of each sequence after its last token.
+    Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
+    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
-    Sequences are cut into chunks of 64 tokens, which the tensor cores multiply: Hopper's with tiles that TMA brings; on other
+    Sequences are cut into chunks of 64 tokens, which the tensor cores multiply: on Hopper with tiles loaded by TMA; on other
     GPUs since Ampere, and where addresses and strides are not multiples of 16 bytes, with copies by cp.async. Decays of
-    channels ask for the former, and for normalize=False; else they are served token by token: right, and slow. Arrays,
-    `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward;
-    flash-linear-attention's names stand beside these at the head of this file."""
+    channels need the former, and normalize=False; otherwise they are computed token by token: correct, and slow.
+
+    Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
+    of this file has flash-linear-attention's names next to these."""
     normalize, return_state = flag("normalize", normalize), flag("return_state", return_state)
     arrays = q, k, v, decay, cu_seqlens, *pair(initial_state, normalize), out, None, None
     found = _linear(stream, arrays, (number("scale", scale), normalize, return_state, family), layout)
@@ -134,11 +134,12 @@ def retention(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Retention (Sun et al. 2023): `linear` with a decay of log(1 - 2^(-5 - h)) for head h, and all its other arguments.
+    """Retention (Sun et al. 2023): `linear` with a decay of log(1 - 2^(-5 - h)) for head h. All other arguments are those of
+    linear.
 
-    flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same decays,
-    default scale and state layout; its output_final_state is return_state here. The decays are copied to a GPU once: call
-    it once before a CUDA graph is captured."""
+    flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same
+    decays, default scale and state layout; its output_final_state is return_state here. The decays are copied to a GPU once:
+    call it once before you capture a CUDA graph."""
     decay = _of_heads(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
     return linear(
         q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state, normalize=normalize,
@@ -164,12 +165,12 @@ def lightning(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Lightning attention (Qin et al. 2024): `linear` with a decay of -8 h / H (1 - layer / layers) for head h of H, and all
-    its other arguments.
+    """Lightning attention (Qin et al. 2024): `linear` with a decay of -8 h / H (1 - layer / layers) for head h of H. All other
+    arguments are those of linear.
 
-    flash-linear-attention's chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, ...) has the same decays, default scale
-    and state layout; its layer_idx, num_layers and output_final_state are layer, layers and return_state here. The decays are
-    copied to a GPU once: call it once before a CUDA graph is captured."""
+    flash-linear-attention's chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, ...) has the same decays, default
+    scale and state layout; its layer_idx, num_layers and output_final_state are layer, layers and return_state here. The
+    decays are copied to a GPU once: call it once before you capture a CUDA graph."""
     if not (isinstance(layer, Integral) and isinstance(layers, Integral) and 0 <= layer <= layers > 0):
         raise ValueError(f"layer: must be an integer from 0 to layers, of which there is one or more: {layer=}, {layers=}")
     slope = 8 * (1 - layer / layers)
@@ -197,8 +198,8 @@ def gla(
     stream: Any = None,
     family: str | None = None,
 ) -> Any:
-    """Gated linear attention (Yang et al. 2024): `linear` with a decay (B, S, H, Dk) for each token and channel, and all its
-    other arguments.
+    """Gated linear attention (Yang et al. 2024): `linear` with a decay (B, S, H, Dk) for each token and channel. All other
+    arguments are those of linear.
 
     flash-linear-attention's chunk_gla(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) has the same default
     scale and state layout; its g and output_final_state are decay and return_state here."""

@@ -1,4 +1,4 @@
-"""attention.mamba2: the state-space duality of Mamba-2 (Dao and Gu 2024), which is linear attention of other names."""
+"""attention.mamba2: the state-space duality of Mamba-2 (Dao and Gu 2024), which is linear attention under other names."""
 
 from numbers import Integral
 from typing import Any
@@ -65,10 +65,10 @@ def mamba2(
         S_t  = exp(dt_t A[h]) S_(t-1) + dt_t x_t B_t[g]^T
         y_t  = (S_t C_t[g] + D[h] x_t) silu(z_t)                    the last factor with z only
 
-    which is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a state that is transposed.
+    This is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a transposed state.
 
-    x, z, out: (B, S, H, P); B, C: (B, S, G, N), G dividing H; all bfloat16 or all float16; P and N multiples of 16 up to 256.
-    dt: (B, S, H); A, dt_bias: (H,); D: (H,) or (H, P); float32, bfloat16 or float16. A must not be positive.
+    x, z, out: (B, S, H, P). B, C: (B, S, G, N), where G divides H. All bfloat16 or all float16; P and N multiples of 16 up
+    to 256. dt: (B, S, H); A, dt_bias: (H,); D: (H,) or (H, P); float32, bfloat16 or float16. A must not be positive.
     initial_states: (B, H, P, N) float32, 0 by default.
 
     | here                                | mamba_ssm's mamba_chunk_scan_combined                            |
@@ -81,13 +81,15 @@ def mamba2(
     | seq_idx (B, S)                      | the same                                                         |
     | cu_seqlens (N + 1,), any sequences  | cu_seqlens with return_varlen_states                             |
 
-    cu_seqlens: see attention.linear, also for when it and A are checked; states are then one of each sequence. seq_idx: int32
-    or int64, which sequence each token belongs to: the state begins with 0 wherever the number changes, and the states given
-    back are those of each batch's last sequence. Its numbers are read, which waits for the device, and neither torch.compile,
-    jax.jit nor a CUDA graph takes it: cu_seqlens does the same without. out: written in place of a new array.
+    cu_seqlens: as in attention.linear, which also says when it and A are checked; there is then one state for each sequence.
 
-    Returns `out`, the same kind of array as x, or with return_final_states=True `(out, states)`, float32 (B, H, P, N). On
-    GPUs since Ampere. Arrays, `stream`, `family` and errors are those of attention.forward."""
+    seq_idx: int32 or int64, the number of the sequence that each token belongs to. The state begins with 0 wherever the
+    number changes, and the returned states are those of each batch's last sequence. Its numbers are read, which waits for
+    the device, and torch.compile, jax.jit and CUDA graphs do not take it: cu_seqlens does the same without.
+
+    out: written in place instead of a new array. Returns `out`, the same kind of array as x, or with
+    return_final_states=True `(out, states)`, float32 (B, H, P, N). On GPUs since Ampere. Arrays, `stream`, `family` and
+    errors are those of attention.forward."""
     if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
     options = flag("dt_softplus", dt_softplus), flag("return_final_states", return_final_states), family

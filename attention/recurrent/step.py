@@ -38,19 +38,20 @@ def linear_step(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """One token of linear attention: o, with `state` brought up to date in place. For every sequence and head,
+    """One token of linear attention; `state` is updated in place. For every sequence and head,
 
         S = exp(decay) S;  v = beta (v - S^T k);  S = S + k v^T;  o = scale S^T q
 
-    state: (B, H, Dk, Dv) float32, its rows contiguous and 16 bytes aligned: what the functions of whole sequences return with
-    return_state=True. q, k: (B, Hk, Dk), bfloat16 or float16, value head h reading key head h // (H // Hk); v, out: (B, H, Dv).
-    Dk and Dv: multiples of 16 up to 256; B and H: up to 65535.
+    state: (B, H, Dk, Dv) float32, its rows contiguous and aligned to 16 bytes: what the functions of whole sequences return
+    with return_state=True. q, k: (B, Hk, Dk), bfloat16 or float16; value head h reads key head h // (H // Hk). v, out:
+    (B, H, Dv). Dk and Dv: multiples of 16 up to 256. B and H: up to 65535.
 
-    decay: logarithms (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H) (simple
-    GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None or (B, H): the delta rule. scale: Dk^-1/2 by default.
+    decay: logarithms (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H)
+    (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. scale: Dk^-1/2 by
+    default.
 
-    Mamba-2's step is that of q=C, k=B, v=dt * x, decay=dt * A, scale=1, to which D * x comes; its state is transposed. There is
-    no step with normalize=True. JAX's arrays cannot be written, so they cannot be a state.
+    Mamba-2's step is q=C, k=B, v=dt * x, decay=dt * A, scale=1, plus D * x; its state is transposed. There is no step with
+    normalize=True. JAX arrays cannot be written, so they cannot be a state.
 
     Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
     return _linear_step(stream, (q, k, v, state, decay, beta, out), (number("scale", scale),))

@@ -1,4 +1,4 @@
-"""Operators that are written with fuse: each is its definition, and as fast as one written by hand."""
+"""Operators written with fuse. Each is its definition, and as fast as one written by hand."""
 
 from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention
 from .expert_linear import expert_linear, expert_mlp, mixture_of_experts

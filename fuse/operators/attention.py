@@ -1,4 +1,4 @@
-"""Attention and what stands before it."""
+"""Attention and what comes before it."""
 
 from ..fused import kernel
 from ..language import attention, causal, concatenate, halves, mean, rsqrt, softmax, transpose
@@ -6,8 +6,8 @@ from ..language import attention, causal, concatenate, halves, mean, rsqrt, soft
 
 @kernel
 def qk_norm_attention(q, k, v, gq, gk, eps=1e-6):
-    """Attention whose queries and keys are normalised, RMSNorm by rows. q (..., S, D), k (..., T, D), v (..., T, Dv), the
-    leading axes a batch and heads; gq, gk (D,)."""
+    """Attention with normalised queries and keys (RMSNorm of each row). q (..., S, D), k (..., T, D), v (..., T, Dv); the
+    leading axes are a batch and heads. gq, gk (D,)."""
     q_normed = q * rsqrt(mean(q * q) + eps) * gq
     k_normed = k * rsqrt(mean(k * k) + eps) * gk
     return attention(q_normed, k_normed, v, q.shape[-1] ** -0.5)
@@ -15,8 +15,8 @@ def qk_norm_attention(q, k, v, gq, gk, eps=1e-6):
 
 @kernel
 def qk_norm_rotary_attention(q, k, v, gq, gk, cos, sin, eps=1e-6):
-    """Causal attention whose queries and keys are normalised, RMSNorm by rows, and turned by their positions. q, k (..., S, D),
-    v (..., S, Dv), the leading axes a batch and heads; gq, gk (D,), cos, sin (S, D/2)."""
+    """Causal attention with queries and keys that are normalised (RMSNorm of each row) and rotated by their positions.
+    q, k (..., S, D), v (..., S, Dv); the leading axes are a batch and heads. gq, gk (D,). cos, sin (S, D/2)."""
     q1, q2 = halves(q * rsqrt(mean(q * q) + eps) * gq)
     k1, k2 = halves(k * rsqrt(mean(k * k) + eps) * gk)
     queries = concatenate([q1 * cos - q2 * sin, q2 * cos + q1 * sin])
@@ -28,5 +28,5 @@ def qk_norm_rotary_attention(q, k, v, gq, gk, cos, sin, eps=1e-6):
 def mla_attention(q, latent, wk, wv):
     """Attention whose keys and values are projections of one latent: multi-head latent attention, arXiv 2405.04434.
     q (H, S, D), latent (T, R), wk (H, D, R), wv (H, Dv, R). A head's weights are rows of what nn.Linear holds, (H D, R): the
-    latent is multiplied by those of all heads at once, and a head's keys are some of the product's columns."""
+    latent is multiplied by the weights of all heads at once, and a head's keys are some columns of the product."""
     return attention(q, latent @ transpose(wk), latent @ transpose(wv), q.shape[-1] ** -0.5)

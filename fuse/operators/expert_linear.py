@@ -1,4 +1,4 @@
-"""Experts: layers of which each has rows of its own, or some of those that all see."""
+"""Layers of experts. Each expert has rows of its own, or all experts see all rows."""
 
 from ..fused import kernel
 from ..language import silu, softmax, sum, top, transpose, weighted
@@ -19,9 +19,9 @@ def expert_mlp(x, gate, up, down):
 
 @kernel
 def mixture_of_experts(x, router, gate, up, down):
-    """The gated MLPs of those two of several experts that a router finds best for each row, by the shares that their scores
-    have in the softmax of both. Every expert sees every row: for few rows, which want all experts' weights anyway.
-    x (M, K), router (K, E), gate, up (E, N, K), down (E, N, K)."""
+    """The gated MLPs of the two experts that a router finds best for each row, weighted by their shares in the softmax over
+    these two. Every expert sees every row. This is meant for few rows, which need all experts' weights anyway. x (M, K),
+    router (K, E), gate, up (E, N, K), down (E, N, K)."""
     shares = softmax(x @ router)
     best = top(shares, 2)
     hidden = silu(x @ transpose(gate)) * (x @ transpose(up))

@@ -1,4 +1,4 @@
-"""A residual and its norm, with dropout ahead of it or not."""
+"""A residual and its norm, with or without dropout before it."""
 
 from tiles import fp8e4m3, fp32
 
@@ -15,8 +15,8 @@ def residual_rms_norm(x, residual, g, eps=1e-5):
 
 @kernel
 def residual_rms_norm_quantise(x, residual, g, eps=1e-5):
-    """h = x + residual, and its RMSNorm in fp8 (e4m3), with a float32 scale for each row, of which its greatest number is 448
-    times: (norm / scale, scale, h). x, residual (..., D), g (D,)."""
+    """h = x + residual, and its RMSNorm in fp8 (e4m3) with a float32 scale for each row, so that the largest number of a row
+    becomes 448: (norm / scale, scale, h). x, residual (..., D), g (D,)."""
     h = x + residual
     norm = h * rsqrt(mean(h * h) + eps) * g
     scale = maximum(max(abs(norm)) / 448, 1e-12)
@@ -33,8 +33,8 @@ def residual_layer_norm(x, residual, g, b, eps=1e-5):
 
 @kernel
 def dropout_residual_layer_norm(x, residual, g, b, seed, p=0.1, eps=1e-5):
-    """h = residual + dropout(x, p, seed), and its layer norm: (norm, h). x, residual (..., D), g, b (D,), seed (1,) of int64,
-    an array, so that a call which was captured draws anew."""
+    """h = residual + dropout(x, p, seed), and its layer norm: (norm, h). x, residual (..., D), g, b (D,), seed (1,) of int64.
+    seed is an array, so that a captured call draws anew."""
     h = residual + dropout(x, p, seed)
     centred = h - mean(h)
     return centred * rsqrt(mean(centred * centred) + eps) * g + b, h

@@ -118,9 +118,9 @@ def decode(
 
     q: (B, Sq, H, D): one query token a sequence, several, as in speculative decoding, or any number. k: (B, Sk, Hk, D) and
     v: (B, Sk, Hk, Dv): the caches. Sequence b uses the first lengths[b] keys, including those of the new tokens; the others
-    are not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. With layout="bhsd": (B, H,
-    Sq, D) and (B, Hk, Sk, D). Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes are
-    fast.
+    are not looked at. bfloat16 or float16; D and Dv multiples of 8 up to 256; H a multiple of Hk. With layout="bhsd":
+    (B, H, Sq, D) and (B, Hk, Sk, D). Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes
+    are fast.
 
     lengths: (B), int32 or int64, on q's device; the host never reads them. Neither plans nor kernels depend on them, so a
     CUDA graph that holds the call serves sequences as they grow. None: all keys that there is room for are in use.
