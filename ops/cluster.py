@@ -46,14 +46,14 @@ def _():
 
 @op
 def arrive():
-    """This warp has come to the cluster's barrier. What it wrote before, to any shared memory of the cluster, is visible to
+    """This warp arrives at the cluster's barrier. What it wrote before, to any shared memory of the cluster, is visible to
     those that `wait`. Every warp of every block of the cluster arrives, then waits, in turn."""
     here().block.cluster.barrier.arrive(here())
 
 
 @op
 def wait():
-    """Until all warps of the cluster have arrived."""
+    """Wait until all warps of the cluster have arrived."""
     here().block.cluster.barrier.wait(here())
 
 
@@ -101,9 +101,9 @@ def _(item, rank):
 # ---- tiles and vectors ---------------------------------------------------------------------------------------------
 @op
 def own(tile):
-    """A shared tile of this block, by an address that does not say which block's it is. A warpgroup's product takes so a right
-    operand that has several panels and whose rows run along k: a descriptor has the panels' distance where an address of a
-    cluster has the block's number, from bit 24 on."""
+    """A shared tile of this block, by an address without the number of the block. A warpgroup's product needs this for a right
+    operand that has several panels and whose rows run along k: its descriptor has the distance of the panels where an
+    address in a cluster has the number of the block, from bit 24 on."""
     _shared(tile.spec)
     return tile
 
@@ -233,8 +233,8 @@ def _(bar):
 
 @op
 def receive(bar, phases):
-    """Until `phases` phases of a barrier of this block are complete, of which the hardware sees the parity only; what peers
-    wrote before they signalled, or stored to count on it, is then visible."""
+    """Wait until `phases` phases of a barrier of this block are complete; the hardware sees only the parity of this number.
+    What peers wrote before they signalled, or stored to count on the barrier, is then visible."""
     bar.wait(here(), phases)
 
 

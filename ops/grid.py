@@ -20,7 +20,7 @@ from tiles.plumbing import void
 
 @op
 def wait():
-    """Until the grid before this one is done. What it wrote is then visible to this thread, and to what waits for it."""
+    """Wait until the grid before this one is done. What it wrote is then visible to this thread, and to what waits for it."""
 
 
 @op
@@ -34,6 +34,6 @@ lowers(release)(lambda: (void, ptx.grid_release))
 
 @inlined
 def follow():
-    """wait, then release: of all threads of a kernel that reads nothing early."""
+    """wait, then release: by all threads of a kernel that reads nothing early."""
     wait()
     release()

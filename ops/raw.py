@@ -53,7 +53,7 @@ def expect(bar, nbytes):
 
 @op
 def wait(bar, phases):
-    """Until `phases` phases of a barrier are complete. The hardware sees the parity of that number only."""
+    """Wait until `phases` phases of a barrier are complete. The hardware sees only the parity of this number."""
     bar.wait(here(), phases)
 
 
@@ -72,7 +72,7 @@ def tma_store(target, at, tile):
 
 @op
 def store_wait():
-    """Until this warp's bulk stores have read their shared tiles."""
+    """Wait until this warp's bulk stores have read their shared tiles."""
     here().wait_stores()
 
 

@@ -45,8 +45,8 @@ def _(index, extent):
 
 @op
 def persistent_tile(r, cluster=1):
-    """The number of the r-th tile, r from 0, that this block of a grid along x takes, together with its peers of a cluster of
-    that many blocks; it grows with r, and is below 2**31."""
+    """The number of the r-th tile, r from 0, that this block of a grid along x takes, together with its peers in a cluster of
+    that many blocks. It grows with r, and is below 2**31."""
     block, blocks = here().block.index[0] // cluster, here().block.grid[0] // cluster
     return r * blocks + (blocks - 1 - block if r % 2 else block)
 
@@ -67,9 +67,9 @@ def _(r, cluster: int):
 
 @inlined
 def rasterize(index, rows, cols, height):
-    """(row, col) of tile number `index` of a grid of rows x cols tiles, taken in groups of `height` rows (the last may have
-    fewer), each group column by column. Tiles that are worked on at once then lie in few rows *and* few columns, so that what
-    a product reads for them comes from the L2 cache; height 1 is row by row."""
+    """(row, col) of tile number `index` in a grid of rows x cols tiles, taken in groups of `height` rows (the last may have
+    fewer), each group column by column. Tiles that are computed at the same time then lie in few rows *and* few columns, so
+    a product finds what it reads for them in the L2 cache. height 1 is row by row."""
     group, inside = divmod(index, height * cols)
     col, row = divmod(inside, min(height, rows - height * group))
     return height * group + row, col
@@ -78,13 +78,13 @@ def rasterize(index, rows, cols, height):
 # ---- sequences of any lengths -----------------------------------------------------------------------------------------
 @op
 def line_up(lengths, begins, most, size, first, count, before, tile, added=None):
-    """Sequences' tiles, one sequence behind the other: for the 32 sequences from number `first` on, of `count`,
-    (how many of them end at tile number `tile` or before it, where the last of these ends, where all of them end); `before`
-    tiles lie before them.
+    """Find a tile among those of many sequences, one sequence after the other. For the 32 sequences from number `first` on, of
+    `count`, it returns: how many of them end at tile number `tile` or before it, where the last of these ends, and where all
+    of them end. `before` tiles come before these sequences.
 
-    Of sequence n are the elements from begins[n], or 0 if that is None, to lengths[n], and `added` behind them, but no more
-    than the `most` last ones; `size` of them are a tile, and each has one at least. A lane looks at one sequence, and five
-    shuffles add them up. All is below 2**31."""
+    Sequence n has the elements from begins[n] (0 if begins is None) to lengths[n], and `added` more after them, but only the
+    last `most` of them. `size` elements are a tile, and each sequence has one at least. A lane looks at one sequence, and
+    five shuffles add them up. All numbers are below 2**31."""
     numbers = np.arange(first, min(first + LANES, count))
     note(Touched, np.asarray(lengths)[numbers], False)
     elements = np.asarray(lengths)[numbers].astype(np.int64) + (added or 0)

@@ -21,7 +21,7 @@ from .memory.global_elements import truncate
 
 @static
 class Dense:
-    """Tiles that lie whole in an array. source: a tensor of the ring's tiles."""
+    """Tiles that lie in one piece in an array. source: a tensor of the ring's tiles."""
 
     writers = 0
 
@@ -50,7 +50,7 @@ class Paged:
 
 @static
 class Ragged:
-    """Tiles of one of many sequences that lie in an array one behind the other, at any row. source: the array; a tile lies
+    """Tiles of one of many sequences, which lie in an array one after the other, at any row. source: the array; a tile lies
     along its axes `rows` and `cols`. aligned: as in ops.load."""
 
     tile: st

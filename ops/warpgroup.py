@@ -96,8 +96,9 @@ lowers(release_registers)(_register_count("release_registers", False))
 # ---- across the four warps ------------------------------------------------------------------------------------------
 @op
 def sync(fenced=False):
-    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA. fenced:
-    no fence, which would wait for all that a thread has under way, copies, too: then wgmma and TMA may not see it."""
+    """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA.
+    fenced=True: the caller has seen to the fence (which waits for everything that a thread has under way, copies included),
+    so there is none here; without one, wgmma and TMA may not see it."""
     FOUR_WARPS.meet(here(), not fenced)
 
 
@@ -210,9 +211,9 @@ def _(target, value, at, rows: int, cols: int, aligned: int):
 
 @inlined
 def send(target, at, tile, value, newer=0):
-    """target[at] = value, a register tile of the four warps, by way of the shared tile, as soon as what was sent from there
-    before has left it: all but the `newer` last of what these warps sent. TMA writes it while the warps go on; `store_wait`
-    before the end."""
+    """target[at] = value, a register tile of the four warps, through the shared tile, as soon as what was sent from there
+    before has left it (all except the `newer` newest of what these warps sent). TMA writes it while the warps go on. Call
+    `store_wait` before the end."""
     store_wait(newer)
     sync()
     store(tile, value)
@@ -223,8 +224,8 @@ def send(target, at, tile, value, newer=0):
 def load(source, spec, at=None, rows=-2, cols=-1, aligned=None, fenced=True):
     """The type `spec` from source, as ops.load, with the rows of the four warps one below the other.
 
-    fenced=False, of a shared tile: with no fence behind it, which would wait for all that the warp has under way; before TMA or
-    wgmma write there again one must have followed, such as that of a ring's `publish`."""
+    fenced=False, for a shared tile: without a fence after it, which would wait for everything that the warp has under way.
+    Before TMA or wgmma write there again a fence must have followed, such as that of a ring's `publish`."""
     return load_store.load_rows(source, spec, at, rows, cols, aligned, here().rank, fenced)
 
 

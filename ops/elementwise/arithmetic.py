@@ -157,8 +157,8 @@ def fma(x, y, z):
 
 @op
 def product(x, y):
-    """x * y, element by element, rounded whatever comes next: a sum that takes it is rounded for itself, where of `x * y + z`
-    the compiler makes an fma. So a * b + c * d is the same number on any machine."""
+    """x * y, element by element, rounded whatever comes next. (From `x * y + z` the compiler makes an fma, which does not round
+    the product.) So a * b + c * d is the same number on any machine."""
     return np.multiply(plain(x), plain(y))
 
 

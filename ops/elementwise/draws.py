@@ -18,9 +18,10 @@ from .create import lane_first
 
 @op
 def bernoulli(shape, share, low, high, batch, head, row, col):
-    """A tile of type `shape`, of either layout, of independent draws: 1 with probability share / 65536, else 0. A draw follows
-    from its place, element (0, 0) being at (batch, head, row, col), row and col multiples of 16, and from a seed of 64 bits,
-    low and high half: it is the same in whatever tile, and in NumPy (tiles.philox.halves below share). share: 0 to 65535."""
+    """A tile of type `shape`, of either layout, of independent draws: 1 with probability share / 65536, else 0. A draw depends
+    on its position and on a seed only. Element (0, 0) is at (batch, head, row, col), row and col multiples of 16; the seed
+    has 64 bits, a low and a high half. So a draw is the same in any tile, and in NumPy (tiles.philox.halves below share).
+    share: 0 to 65535."""
     if row % TILE or col % TILE:
         raise here().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
     rows, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
@@ -30,8 +31,8 @@ def bernoulli(shape, share, low, high, batch, head, row, col):
 
 @op
 def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step):
-    """The same draws for a row that is cut into parts of `step` columns, one below the other: element (i, j) of the tile is at
-    (batch, head, row, col + i step + j). col and step are multiples of 16."""
+    """The same draws for one row that is cut into parts of `step` columns, one below the other: element (i, j) of the tile is
+    at (batch, head, row, col + i step + j). col and step are multiples of 16."""
     if col % TILE or step % TILE:
         raise here().hazard(f"bernoulli_of_row: col and step must be multiples of {TILE}: {col=}, {step=}")
     parts, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)

@@ -178,11 +178,11 @@ lowers(builtins.abs, OPS[abs].meaning)(
 # ---- a function of one's own ---------------------------------------------------------------------------------------
 @op
 def map(x, function, y=None, z=None):
-    """function(e) for each element e of a tile or vector, as fp32; function(e, f) or function(e, f, g) with those of y and z
-    that go with it, which are tiles, vectors or numbers as in `fma`. `function`: of numbers, one that kernels can call, such as
-    a plain Python function under `@tiles.inlined`. It captures what is known when the kernel is compiled; a number that comes
-    later is a y: map(tile, leaky, slope). Numba takes a literal like 0.5 for float64, and computes what it touches in float64;
-    np.float32(0.5) does not."""
+    """function(e) for each element e of a tile or vector, as fp32; or function(e, f), function(e, f, g) with the elements of y
+    and z at its place. y and z are tiles, vectors or numbers, as in `fma`. `function`: of numbers, one that kernels can
+    call, such as a plain Python function under `@tiles.inlined`. It may capture what is known at compile time; pass a number
+    that comes later as y: map(tile, leaky, slope). Numba takes a literal like 0.5 for float64, and computes what it touches
+    in float64; np.float32(0.5) does not."""
     given = np.broadcast_arrays(*[plain(v) for v in (x, y, z) if v is not None])
     return np.array([function(*e) for e in zip(*(array.flat for array in given))], np.float32).reshape(given[0].shape)
 

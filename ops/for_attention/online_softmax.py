@@ -37,7 +37,7 @@ def _(old, new, slack):
 
 @op
 def rescale(tile, alpha):
-    """tile * alpha, one factor a row, for an fp32 tile and its col_vec; a warp all of whose factors are 1 skips the
+    """tile * alpha, one factor for each row, for an fp32 tile and its col_vec. A warp whose factors are all 1 skips the
     multiplications."""
     return tile.array * alpha.array
 

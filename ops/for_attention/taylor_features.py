@@ -24,9 +24,10 @@ FEATURES = BASE * (HALF + 2)
 
 @op
 def taylor(x, squares):
-    """The rows' products of two numbers, 1, and the row, as rt(16, 160) of x's dtype: column 16 d + i has x_i x_(i + d mod 16),
-    up to d = 7; columns 128 to 135 have x_i x_(i + 8); then come 1, seven zeros, and x. x: rt(16, 16), of 2-byte elements.
-    squares: what the products of d = 0 are multiplied by. Products are rounded once (the squares again, when multiplied)."""
+    """The products of any two numbers of a row, 1, and the row itself, as rt(16, 160) of x's dtype. Column 16 d + i has x_i
+    x_(i + d mod 16), up to d = 7; columns 128 to 135 have x_i x_(i + 8); then come 1, seven zeros, and x. x: rt(16, 16), of
+    2-byte elements. squares: what the products of d = 0 are multiplied by. Products are rounded
+    once (the squares again, when multiplied)."""
     columns = np.arange(BASE)
     wide, to = x.array.astype(np.float64), x.array.dtype
     second = [(wide * wide[:, (columns + d) % BASE]).astype(to) for d in range(HALF + 1)]

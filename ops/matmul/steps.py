@@ -17,8 +17,8 @@ from .wgmma import ROWS, mma_AB, mma_ABt, wait
 
 @inlined
 def step_AB(acc, x, w, i, me):
-    """acc + mine @ w[i], in flight, of the i-th tiles of the rings x and w, `mine` being the me-th 64 rows of x[i]. The tiles
-    before, whose product is done then, are given back."""
+    """acc + mine @ w[i], in flight, for the i-th tiles of the rings x and w; `mine` is the me-th 64 rows of x[i]. The tiles of
+    the step before, whose product is done by then, are given back."""
     return give_back(issue_AB(acc, x, w, i, me), x, w, i - 1)
 
 
@@ -30,8 +30,8 @@ def step_ABt(acc, x, w, i, me):
 
 @inlined
 def issue_AB(acc, x, w, i, me):
-    """The same, and nothing is waited for: two products are in flight while something else is done, and the next steps are
-    steps_AB(acc, x, w, i + 1, me), or give_back(acc, x, w, i - 1)."""
+    """step_AB without waiting: two products are in flight while you do something else. Continue with
+    steps_AB(acc, x, w, i + 1, me), or with give_back(acc, x, w, i - 1)."""
     return mma_AB(acc, subtile(x.wait(i), ROWS, me), cluster.own(w.wait(i)))
 
 
@@ -43,19 +43,19 @@ def issue_ABt(acc, x, w, i, me):
 
 @inlined
 def steps_AB(acc, x, w, i, me):
-    """The i-th step and the next, where the two before are in flight; then these are."""
+    """Steps i and i + 1, after an issue_AB: the two products before are done then, and these two are in flight."""
     return issue_AB(step_AB(give_back(acc, x, w, i - 2), x, w, i, me), x, w, i + 1, me)
 
 
 @inlined
 def steps_ABt(acc, x, w, i, me):
-    """The same, of acc + mine @ w.T."""
+    """The same for acc + mine @ w.T."""
     return issue_ABt(step_ABt(give_back(acc, x, w, i - 2), x, w, i, me), x, w, i + 1, me)
 
 
 @inlined
 def give_back(acc, x, w, i):
-    """acc, in flight, all products before which are done: so their operands, the i-th tiles, are given back."""
+    """acc, in flight. All products before it are done, so their operands, the i-th tiles, are given back."""
     wait(newer=1)
     x.release(i)
     w.release(i)
@@ -64,7 +64,7 @@ def give_back(acc, x, w, i):
 
 @inlined
 def finish(acc, x, w, i):
-    """acc, whose last step is done: so its tiles, the i-th ones, are given back."""
+    """acc, whose last step is done, so its tiles, the i-th ones, are given back."""
     acc = wait(acc)
     x.release(i)
     w.release(i)

@@ -171,8 +171,8 @@ for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtB
 
 @op(takes_pending=True)
 def wait(tile=None, newer=0):
-    """The tile that a pending one promises. Waits for all mmas of this warpgroup but the `newer` youngest; without a tile that
-    is all it does: what those mmas read from shared memory may then be released."""
+    """The tile that a pending one promises. It waits for all mmas of this warpgroup except the `newer` newest. Without a tile
+    it only waits: what those mmas read from shared memory may then be released."""
     return here().complete(tile, newer)
 
 

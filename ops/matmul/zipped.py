@@ -31,8 +31,8 @@ TOGETHER = 3  # ldmatrix under way at once: with 4 a producer of 40 registers sp
 
 @op
 def zipped(tile):
-    """tile in fp8e4m3, greater numbers as 448, its columns in the order of layout.zipped: a left operand whose elements stay in
-    their lanes. tile: fp32, in row layout, of a multiple of 32 columns."""
+    """tile in fp8e4m3 (larger numbers become 448), with its columns in the order of layout.zipped: a left operand whose
+    elements stay in their lanes. tile: fp32, in row layout, a multiple of 32 columns."""
     return tile.array[:, layout.zipped(np.arange(tile.shape[1]))]
 
 
@@ -53,9 +53,9 @@ def _(tile):
 
 @op
 def transpose_zipped(target, source):
-    """target[:] = source.T, its columns in the order of layout.zipped; by four warps, each of which writes its quarter of
-    target's rows. Both are shared tiles of fp8e4m3, source st(keys, n) and target st(n, keys), keys a multiple of 32 and n of
-    64. What was read may then be given back, and what was written published, with no fence of its own."""
+    """target[:] = source.T, with its columns in the order of layout.zipped, by four warps; each writes its quarter of target's
+    rows. Both are shared tiles of fp8e4m3, source st(keys, n) and target st(n, keys), keys a multiple of 32 and n of 64.
+    Afterwards the source may be given back and the target published, without a fence of its own."""
     warp, rows = here(), target.rows // WARPGROUP
     own = range(rows * warp.rank, rows * (warp.rank + 1))
     found = warp.read(source)[layout.zipped(np.arange(source.rows))][:, own.start : own.stop]

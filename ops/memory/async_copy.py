@@ -21,11 +21,11 @@ from tiles.types import st, sv
 
 @op
 def copy_async(tile, source, at, rows=-2, cols=-1, piece=cp_async.CHUNK_BYTES):
-    """Start copying to a shared tile the part of a global array of its dtype that begins at index `at` and runs along axes
-    `rows` and `cols`; zeros where it lies outside the array. Columns must be adjacent, and the array's address, its strides and
-    at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte dtypes may
-    lie at multiples of 2: the warp then loads and stores them, since cp.async copies no fewer than 4, and waits for memory. A
-    shared vector, of numbers of 4 bytes, lies along axis `cols` at any stride."""
+    """Start copying a part of a global array to a shared tile of its dtype. The part begins at index `at` and runs along axes
+    `rows` and `cols`; what lies outside the array becomes 0. Columns must be adjacent, and the array's address, its strides
+    and at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte dtypes
+    may lie at multiples of 2: the warp then loads and stores them, because cp.async copies 4 bytes or more, and waits for
+    memory. A shared vector, of 4-byte numbers, lies along axis `cols` at any stride."""
     here().copy_async(tile, source, at, rows, cols, piece, range(cp_async.rows_of(tile.spec)))
 
 
@@ -45,7 +45,7 @@ def _(tile, source, at, rows: int, cols: int, piece: int):
 
 @op
 def look_up(part, pages, size, at, last):
-    """In which pages the rows lie that `copy_pages` brings to a tile of type `part`: see tiles.pipeline.look_up."""
+    """The pages in which the rows lie that `copy_pages` copies to a tile of type `part`: see tiles.pipeline.look_up."""
     return here().look_up(pages, size, at, last, range(cp_async.rows_of(part)))
 
 
@@ -59,9 +59,9 @@ def _(part: type, pages, size, at, last):
 
 @op
 def copy_pages(tile, pool, found, at, last, piece=cp_async.CHUNK_BYTES):
-    """copy_async of rows that lie in the pages that were `found` (look_up) of a pool, an array (page, row, ..., column). at:
-    (the tile's first row, ..., column), as if there were no pages; of a vector there is no column. Rows from `last` on are
-    0."""
+    """copy_async of rows in pages. pool: an array (page, row, ..., column). found: the pages, by look_up. at:
+    (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
+    become 0."""
     here().copy_pages(tile, pool, found, at, last, piece, range(cp_async.rows_of(tile.spec)))
 
 
@@ -75,7 +75,7 @@ def _(tile, pool, found, at, last, piece: int):
 
 @op
 def commit_group():
-    """Close the group of this warp's copies since the last one."""
+    """Close a group: this warp's copies since the last one."""
     here().commit_group()
 
 
@@ -86,8 +86,8 @@ def _():
 
 @op
 def wait_group(newer=0):
-    """Until all groups of this warp's copies but the `newer` youngest are in shared memory, for this warp to read; for others
-    after a barrier."""
+    """Wait until all groups of this warp's copies, except the `newer` newest, are in shared memory. This warp may then read
+    them; other warps may after a barrier."""
     here().wait_group(newer)
 
 

@@ -32,7 +32,7 @@ def _there(counts, at):
 
 @op
 def wait_count(counts, at, n):
-    """Until counts[at] is n or more: what those that have counted wrote before is then visible to this warp, and to TMA."""
+    """Wait until counts[at] is n or more. What those that counted wrote before is then visible to this warp, and to TMA."""
     there = _there(counts, at)
     what = f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
     here().until(lambda: there.item() >= n, lambda: what)
@@ -43,18 +43,18 @@ def wait_count(counts, at, n):
 
 @op
 def count_up(counts, at):
-    """counts[at] += 1, once what this warp has written to global memory is there. Of bulk stores it must know that
-    (`stores_done`)."""
+    """counts[at] += 1, after what this warp has written to global memory is there. For bulk stores the warp must make sure of
+    that first (`stores_done`)."""
     _count(counts, at)
     here().overwritten = None
 
 
 @op
 def count_stored(counts, at):
-    """The same where `tma_add` alone has written, and who waits adds, too, but reads none of it. Additions that are done
-    (`stores_done`) have come where those of the whole GPU meet, so this waits for nothing; `count_up` waits until all is there
-    that the warp's multiprocessor has under way. What took the place of what was there must not be overtaken by an addition:
-    `count_up`."""
+    """counts[at] += 1 where the warp has written by `tma_add` only, and those that wait will add, too, but not read. Additions
+    that are done (`stores_done`) have reached the place where those of the whole GPU meet, so this waits for nothing.
+    (`count_up` waits until everything is there that the warp's multiprocessor has under way.) If the warp replaced what was
+    there, no addition may overtake it: use `count_up`."""
     _count(counts, at)
     if here().overwritten:
         raise here().hazard(f"counts {here().overwritten} as if it had added: count_up", "wait")

@@ -53,9 +53,9 @@ def _places(spec, together=1):
 
 @op
 def add_held(target, value, at, together=1):
-    """Add an fp32 tile in registers to what lies in a global array from index `at` on, as the lanes hold it: each element
-    atomically, and nobody waits for it. target: C-ordered, of fp32; a tile takes as many elements as it has. together: 4 to add
-    four of a lane's at once, which lie together then (sm_90 and later)."""
+    """Add an fp32 tile in registers to a global array, from index `at` on, in the order in which the lanes hold it. Each
+    element is added atomically, and nobody waits for it. target: C-ordered, fp32; a tile takes as many elements as it has.
+    together: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
     line = _line(target, value.spec, at)
     here().touches(target, READ)  # too: two blocks that add to one place must not do so at once
     line[_places(value.spec, together)] += value.array
@@ -64,7 +64,7 @@ def add_held(target, value, at, together=1):
 
 @op
 def load_held(source, spec, at, together=1):
-    """The tile, of the type `spec`, that was added so. together: 4 if it came by way of a shared tile."""
+    """The tile of type `spec` that was added by add_held. together: 4 if it came through a shared tile."""
     line = _line(source, spec, at)
     note(Touched, line, False)
     return line[_places(spec, together)]
@@ -72,8 +72,8 @@ def load_held(source, spec, at, together=1):
 
 @op(takes_operands=True)
 def store_held(tile, value):
-    """A shared tile = the warps' fp32 tiles as their lanes hold them, one below the other: for TMA to bring to an array with
-    the same columns, whence `load_held` takes them. tile: of fp32, 32 columns."""
+    """A shared tile = the warps' fp32 tiles in the order in which their lanes hold them, one below the other. TMA then copies
+    it to an array with the same columns, from which `load_held` loads. tile: fp32, 32 columns."""
     values = np.empty(value.array.size, np.float32)
     values[_places(value.spec, QUAD)] = value.array
     rows = tile.shape[0] // WARPGROUP

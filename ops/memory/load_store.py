@@ -129,14 +129,14 @@ def store(target, value, at=None, rows=-2, cols=-1, aligned=None):
     global array, where `at` is the index of the first element and the tile runs along axes `rows` and `cols` (a vector along
     `cols`).
 
-    A lane moves 16 bytes of a global array at a time if the warp sees that it can: for tiles in row layout, fp8 only to and
-    from fp8, and vectors along a tile's columns and the array's last axis.
+    A lane moves 16 bytes of a global array at a time if the warp sees that it can: for tiles in row layout (fp8 only to and
+    from fp8), and for vectors along a tile's columns and the array's last axis.
 
-    aligned: a promise that spares the looking, and the code for what is not so: the array's columns are adjacent and come by 16
-    bytes, as does `at` along them, and its address and other strides are multiples of 16 bytes. For a vector, which can only be
-    loaded so, the promise is that its elements are adjacent. aligned=8, 4 or 2, for stores to 2-byte arrays: the address and
-    other strides are multiples of so many bytes, and columns come by two. The interpreter checks it; on the GPU a broken
-    promise reads or writes elsewhere. aligned=False: element by element, and no looking."""
+    aligned: a promise that saves the check, and the code for the case that it fails. The array's columns are adjacent and
+    come in multiples of 16 bytes, as does `at` along them, and its address and other strides are multiples of 16 bytes. A
+    vector that can only be loaded this way promises that its elements are adjacent. aligned=8, 4 or 2, for stores to 2-byte
+    arrays: the address and other strides are multiples of so many bytes, and columns come in pairs. The interpreter checks
+    the promise; on the GPU a broken one reads or writes elsewhere. aligned=False: element by element, without a check."""
     store_rows(target, value, at, rows, cols, aligned, 0)
 
 

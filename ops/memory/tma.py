@@ -33,17 +33,17 @@ def _to_global(warp, target, at, tile, fold=None):
 
 @op
 def tma_store(target, at, tile):
-    """target[at] = a shared tile, a part of one or a shared vector that this warpgroup wrote, by TMA; what lies outside the
-    array is left out. Meets first, so that all four warps' stores are in it. Follow with `store_wait` before the end, and with
-    `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time: TypeError for an array whose
-    columns are not a multiple of that, since behind its edge TMA writes the tile's own values up to the next such multiple."""
+    """target[at] = a shared tile, a part of one or a shared vector that this warpgroup wrote, by TMA. What lies outside the
+    array is not written. The four warps meet first, so all their stores are in it. Follow with `store_wait` before the end,
+    and with `store_wait` and `sync` before the tile is written again. TMA writes 16 bytes at a time. TypeError: the array's
+    columns are not a multiple of that; past its edge TMA would write the tile's own values up to the next multiple."""
     _to_global(here(), target, at, tile)
 
 
 @op
 def tma_add(target, at, tile):
-    """target[at] += a shared tile, as `tma_store`; each element atomically, rounded to the array's dtype every time, so that
-    any number of blocks may add to one tile in any order."""
+    """target[at] += a shared tile, as `tma_store`. Each element is added atomically and rounded to the array's dtype every
+    time, so any number of blocks may add to one tile in any order."""
     _to_global(here(), target, at, tile, np.add)
 
 
@@ -61,15 +61,14 @@ def tma_max(target, at, tile):
 
 @op
 def prefetch(source, at):
-    """Bring source[at], of a tensor, to the L2 cache, for a copy to find it there; nobody waits for it. By one warp's first
-    lane. What lies outside the array is left out."""
+    """Load source[at], of a tensor, into the L2 cache, where a later copy finds it; nobody waits for it. By the first lane of
+    one warp. What lies outside the array is left out."""
     here().inside(source, at)
 
 
 @op
 def store_wait(newer=0):
-    """Until the bulk stores that this warpgroup's first thread started, all but the `newer` youngest, have read their shared
-    tiles."""
+    """Wait until the bulk stores of this warpgroup's first thread, except the `newer` newest, have read their shared tiles."""
     if here().rank == 0:
         here().wait_stores(newer)
 

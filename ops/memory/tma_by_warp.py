@@ -30,22 +30,22 @@ def tma_store(target, at, tile):
 
 @op
 def tma_add(target, at, tile):
-    """target[at] += a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_add. What this warp wrote
-    is in it, and what was handed to it. Follow with `store_wait` before the tile is given back."""
+    """target[at] += a shared tile, a part of one or a shared vector, by one warp: see warpgroup.tma_add. It includes what this
+    warp wrote, and what others handed to it. Follow with `store_wait` before the tile is given back."""
     here().fence_async()
     here().store_async(target, at, tile, np.add)
 
 
 @op
 def store_wait(newer=0):
-    """Until the bulk stores that this warp started, all but the `newer` youngest, have read their shared tiles."""
+    """Wait until the bulk stores of this warp, except the `newer` newest, have read their shared tiles."""
     here().wait_stores(newer)
 
 
 @op
 def stores_done():
-    """Until all bulk stores that this warp started are done: what they wrote is there, and this warp may say so (`count_up`,
-    `count_stored`). `store_wait` waits for less."""
+    """Wait until all bulk stores of this warp are done. What they wrote is then there, and this warp may say
+    so (`count_up`, `count_stored`). `store_wait` waits for less."""
     warp = here()
     warp.wait_stores()
     warp.stored = warp.stores

@@ -36,18 +36,19 @@ QUAD_OF_8, BAND = 64, 16  # the same of 1 byte; rows of a tile of it
 
 @op(takes_operands=True)
 def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
-    """The register tile of type `spec` from a global array, as `load`, with its columns in an order of their own, which all
-    arrays of so many bytes an element share. Columns are added up, or stored by `store_unordered` to such an array.
+    """The register tile of type `spec` from a global array, as `load`, but with its columns in an order of their own. The order
+    is the same for all arrays with as many bytes an element. Use it if columns are only added up, or stored by
+    `store_unordered` to such an array.
 
-    Tiles in row layout, of 32 columns or a multiple (64 of fp8, which come from fp8 alone; 16 of arrays of fp32); rows before
-    columns in the array. aligned: None, or True, a promise as of `load`."""
+    Tiles in row layout, of 32 columns or a multiple (64 for fp8, which come from fp8 only; 16 for arrays of fp32); rows
+    before columns in the array. aligned: None, or True, a promise as in `load`."""
     return load_rows(source, spec, at, rows, cols, aligned, 0)[:, global_vectorized.order(spec, DTYPES[source.dtype])]
 
 
 @op(takes_operands=True)
 def store_unordered(target, value, at, rows=-2, cols=-1):
-    """target[...] = value, as `store`, of a tile whose columns are as `load_unordered` gave them: those of arrays of so many
-    bytes an element; to an fp8 array those of arrays of 2 bytes, if the tile is not fp8 itself."""
+    """target[...] = value, as `store`, for a tile with columns as `load_unordered` gave them: those of arrays with as many
+    bytes an element; for an fp8 array those of 2-byte arrays, unless the tile itself is fp8."""
     held = DTYPES[target.dtype]
     places = np.argsort(global_vectorized.order(value.spec, bf16 if _narrows(value.spec, held) else held))
     store_rows(target, Tile(value.spec, held.round(value.array[:, places])), at, rows, cols, None, 0)
@@ -91,9 +92,9 @@ def _(target, value, at, rows: int, cols: int):
 # ---- fp8 that becomes 16 bits on the way to shared memory ------------------------------------------------------------------
 @op
 def load_pages(pool, spec, found, at, last):
-    """The fp8 tile of type `spec`, rt(16, n), as load_unordered(aligned=True) would give it, of rows that lie in the pages that
-    were `found` (ops.look_up, of st(16, n, dtype, 64)) of a pool, an array (page, row, ..., column). at: (the tile's first row,
-    ..., column), as if there were no pages. Rows from `last` on are 0."""
+    """The fp8 tile of type `spec`, rt(16, n), as load_unordered(aligned=True) would give it, from rows in pages. pool: an
+    array (page, row, ..., column). found: the pages, by ops.look_up for st(16, n, dtype, 64). at:
+    (the tile's first row, ..., column), as if there were no pages. Rows from `last` on are 0."""
     warp = here()
     if why := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
         raise warp.hazard(f"load_pages: {why}")
@@ -104,8 +105,8 @@ def load_pages(pool, spec, found, at, last):
 
 @op(takes_operands=True)
 def store_widened(tile, value):
-    """tile[:] = value, its columns in their own order again. tile: st(16, n) of 2 bytes an element; value: rt(16, n) of fp8, as
-    load_unordered and load_pages give it, n a multiple of 64."""
+    """tile[:] = value, with its columns in their own order again. tile: st(16, n) of 2 bytes an element. value: rt(16, n) of
+    fp8, as load_unordered and load_pages give it, n a multiple of 64."""
     here().write(tile, value.array[:, np.argsort(global_vectorized.order(value.spec, value.dtype))])
 
 

@@ -16,9 +16,9 @@ CHUNK_BYTES = 16  # that a thread writes at once
 
 @op
 def zero_rows(tile, first, groups=1):
-    """tile[first:] = 0, in shared memory: behind the end of a sequence lies the next one's data. By the block's first `groups`
-    warpgroups together (2 to 8; 1: by each that calls it, of a tile of its own). All of them meet, and the zeros are then
-    visible to them, to their wgmmas and to TMA."""
+    """tile[first:] = 0, in shared memory: past the end of a sequence lies the data of the next one. By the block's first
+    `groups` warpgroups together (2 to 8; 1: by each that calls it, on a tile of its own). They all meet, and the zeros are
+    then visible to them, to their wgmmas and to TMA."""
     warp = here()
     count = WARPGROUP * groups
     gone = range(min(max(first, 0), tile.rows), tile.rows)

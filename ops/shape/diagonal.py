@@ -28,8 +28,8 @@ def _own(b, registers):
 
 @op
 def own_rows(vector):
-    """The warp's 16 elements of a row_vec of 64, as the col_vec of its rows: what the warpgroup's 64 x 64 tile, one of whose
-    sides is the vector's, has on its other side."""
+    """The warp's 16 elements of a row_vec of 64, as the col_vec of its rows. It takes a vector from one side of the warpgroup's
+    64 x 64 tile to the other."""
     first = BASE * here().rank
     return np.ascontiguousarray(vector.array[:, first : first + BASE].T)
 
@@ -58,8 +58,8 @@ def _(tile):
 
 @op
 def on_diagonal(block):
-    """The warp's rt(16, 64) of the warpgroup's 64 x 64 tile whose blocks on the diagonal are the warps' `block`, and whose
-    other elements are 0: what own_block takes apart."""
+    """The warp's rt(16, 64) of the warpgroup's 64 x 64 tile that has the warps' `block` on its diagonal and 0 elsewhere: the
+    inverse of own_block."""
     out, first = np.zeros((BASE, WARPGROUP * BASE), block.array.dtype), BASE * here().rank
     out[:, first : first + BASE] = block.array
     return out

@@ -15,8 +15,8 @@ ALONG = "col_vec", "row_vec"  # the vectors that lie along axis 0, along axis 1
 def columns(tile, count, index):
     """tile[:, index * count : (index + 1) * count]: the `index`-th part of `count` columns of a register tile or row_vec.
 
-    Both are known when the kernel is compiled: `count`, a multiple of 16 (of fp8 in row layout 32) that divides the columns,
-    and `index`, from 0."""
+    Both are known at compile time: `count`, a multiple of 16 (for fp8 in row layout 32) that divides the columns, and
+    `index`, from 0."""
     return tile.array[:, index * count : (index + 1) * count]
 
 
@@ -24,20 +24,20 @@ def columns(tile, count, index):
 def rows(tile, count, index):
     """tile[index * count : (index + 1) * count, :]: the `index`-th part of `count` rows of a register tile or col_vec.
 
-    Both are known when the kernel is compiled: `count`, a multiple of 16 (of fp8 in column layout 32) that divides the rows,
-    and `index`, from 0."""
+    Both are known at compile time: `count`, a multiple of 16 (for fp8 in column layout 32) that divides the rows, and
+    `index`, from 0."""
     return tile.array[index * count : (index + 1) * count]
 
 
 @op(takes_operands=True)
 def hstack(left, right):
-    """[left, right]: the columns of one tile, then those of the other: of as many rows, one dtype and layout. Or row_vecs."""
+    """[left, right]: the columns of one tile, then those of the other. They have as many rows, one dtype and layout. Or row_vecs."""
     return np.concatenate([left.array, right.array], axis=1)
 
 
 @op(takes_operands=True)
 def vstack(upper, lower):
-    """The rows of one tile above those of the other: of as many columns, one dtype and layout. Or col_vecs."""
+    """The rows of one tile above those of the other. They have as many columns, one dtype and layout. Or col_vecs."""
     return np.concatenate([upper.array, lower.array], axis=0)
 
 

@@ -22,10 +22,10 @@ from tiles.values import SharedTile
 
 @op
 def subtile(tile, rows, index, cols=0, across=0):
-    """The part of a shared tile of `rows` rows and `cols` columns that begins at (index * rows, across * cols), as a shared
-    tile. No copy. `rows`, a multiple of 8 that divides the tile's rows, and `cols`, a multiple of a panel's columns, up to the
-    tile's (all by default), must be known when the kernel is compiled; `index` and `across` from 0. Of a shared vector: its
-    elements index * rows and following, a multiple of 16."""
+    """The part of a shared tile with `rows` rows and `cols` columns that begins at (index * rows, across * cols), as a shared
+    tile. No copy. Known at compile time: `rows`, a multiple of 8 that divides the tile's rows, and `cols`, a multiple of a
+    panel's columns, up to the tile's (all by default). `index` and `across` count from 0. For a shared vector: its elements
+    from index * rows on; `rows` is a multiple of 16."""
     if isinstance(tile.spec, sv):
         return _elements(tile, rows, index)
     spec = _part(tile.spec, rows, cols)

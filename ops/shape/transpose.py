@@ -23,14 +23,14 @@ def transpose(x):
 
 @op(takes_operands=True)
 def swap_layout(x):
-    """x, a tile or vector, in the other layout: of "row" in "col", which is what mma's right operand has, or the reverse."""
+    """x, a tile or vector, in the other layout: from "row" to "col", which mma's right operand has, or the reverse."""
     return x.array
 
 
 @op(takes_operands=True)
 def turned(x):
     """x.T, a tile or vector, in the other layout: the same registers, so it costs nothing. Scores K Q^T of keys by queries
-    become scores of queries by keys, and what is said of rows and columns there holds for them."""
+    become scores of queries by keys, so ops that work on rows and columns apply to them as usual."""
     return np.ascontiguousarray(x.array.T)
 
 
