@@ -315,18 +315,18 @@ def _extents(name, given):
 
 
 def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early=False) -> Launch:
-    """`launch(kernel, grid, block)(*args)` runs a `@cuda.jit` kernel; `.bind(*args)` makes it ready to be run often.
+    """`launch(kernel, grid, block)(*args)` runs a `@cuda.jit` kernel. `.bind(*args)` prepares it to be run often.
 
-    grid: blocks, block: threads, cluster: blocks of a cluster; each an integer or a tuple of up to three. shared: the
+    grid: blocks; block: threads; cluster: blocks of a cluster; each an integer or a tuple of up to three. shared: the
     `tiles.shared` plan that the kernel opens. stream: a handle or a stream object; by default the current stream of the
-    first array's framework. A launch may be captured in a CUDA graph, its first one included.
+    first array's framework. A launch may be captured in a CUDA graph, even its first one.
 
-    early: the grid may begin before the one before it on the stream is done, if the GPU is sm_90 or later. The kernel waits for
-    that one by ops.grid.wait() before it writes anything, or reads what that one may have written.
+    early: the grid may begin before the previous one on the stream is done, if the GPU is sm_90 or later. The kernel must
+    call ops.grid.wait() before it writes anything, or reads what the previous grid may have written.
 
     args: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included), `tiles.tensor(...)` for TMA,
-    numbers. All arrays lie on one GPU, or all in host memory: then the kernel runs in the interpreter.
+    numbers. All arrays are on one GPU, or all in host memory: then the kernel runs in the interpreter.
 
     ValueError, TypeError: an argument is wrong. RuntimeError: the GPU lacks an instruction, or CUDA's own error by name.
-    Hazard: the interpreter found what the hardware would get wrong in silence."""
+    Hazard: the interpreter found what the hardware would silently get wrong."""
     return Launch(kernel, grid, block, shared, stream, cluster, early)

@@ -32,7 +32,8 @@ from .values import SharedTile
 @compile_time
 @dataclass(frozen=True)
 class pipeline:
-    """`stages` copies of one shared tile or vector, each filled by all `warps` warps of the block, a share of its rows each."""
+    """`stages` copies of one shared tile or vector. All `warps` warps of the block fill each of them, every warp its share of
+    the rows."""
 
     tile: st | sv
     stages: int
@@ -63,10 +64,10 @@ class pipeline:
 
     @op
     def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=cp_async.CHUNK_BYTES):
-        """Start copying the tile at `at` of a global array into slot j % stages, as one group; all warps of the block call it.
-        Nobody may read tile j - stages any more: call it after a `wait` since. With j >= `end` nothing is copied and the group
-        is empty, so that counts of younger groups hold to the end. Other arguments: see ops.copy_async. A vector lies along
-        axis `cols` of the array, at any stride."""
+        """Start copying the tile at `at` of a global array into slot j % stages, as one group. All warps of the block call it.
+        Nobody may still read tile j - stages: call it after a `wait` that came later. With j >= `end` nothing is copied and
+        the group is empty, so that counts of newer groups hold to the end. Other arguments: see ops.copy_async. A vector
+        lies along axis `cols` of the array, at any stride."""
         warp = _opened(self, j)
         if end is None or j < end:
             warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _own(self, warp))
@@ -74,17 +75,17 @@ class pipeline:
 
     @op
     def look_up(self, pages, size, at, last):
-        """In which pages this warp's rows of a tile lie, for `fill_pages`: row n of sequence s is row n % size of page
-        pages[s, n // size], numbers of int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's
-        first row). Behind row `last` no numbers are read. It is looked up here, and waited for where it is needed: two tiles
-        before, it costs no time."""
+        """The pages in which this warp's rows of a tile lie, for `fill_pages`: row n of sequence s is row n % size of page
+        pages[s, n // size], int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's first row).
+        No page numbers are read behind row `last`. The look-up starts here, and is waited for where it is needed: two tiles
+        ahead it costs no time."""
         return here().look_up(pages, size, at, last, _own(self, here()))
 
     @op
     def fill_pages(self, j, pool, found, at, last, end=None, piece=cp_async.CHUNK_BYTES):
-        """`fill` with rows that lie in the pages that were `found` (see look_up) of a pool, an array (page, row, ..., column).
-        at: (the tile's first row, ..., column), as if there were no pages; of a vector there is no column. Rows from `last` on
-        are 0."""
+        """`fill` with rows in pages. pool: an array (page, row, ..., column). found: the pages, by look_up. at:
+        (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
+        become 0."""
         warp = _opened(self, j)
         if end is None or j < end:
             warp.copy_pages(_tile(self, j), pool, found, at, last, piece, _own(self, warp))
@@ -92,23 +93,23 @@ class pipeline:
 
     @op
     def own(self, j, newer=0):
-        """This warp's share of the rows of the j-th tile, which it has filled itself, once they are in shared memory: waits for
-        all its groups of copies but the `newer` youngest, and for no other warp. Where a tile is only ever read so, a slot may
-        be filled again as soon as the warp itself has read it, and waited since."""
+        """This warp's share of the rows of the j-th tile, which it has filled itself. It waits for all groups of its copies
+        except the `newer` newest, and for no other warp. If a tile is only ever read this way, a slot may be filled again as
+        soon as the warp itself has read it, and has waited since."""
         warp = _opened(self, j)
         warp.wait_group(newer, (self.name, j))
         return _share(self, j, warp.index)
 
     @op
     def reuse(self, tile):
-        """Its memory as one shared tile of another type: the block has met since anybody read or filled a tile of it."""
+        """Its memory as one shared tile of another type. The block must have met since anybody read or filled a tile of it."""
         _opened(self, 0)
         return SharedTile(tile, self.start, f"the memory of pipeline {self.name!r}")
 
     @op
     def wait(self, j, newer=0):
-        """The j-th tile, once it is in shared memory: waits for this thread's groups of copies but the `newer` youngest, then
-        for all other warps of the block. What they have read before may then be overwritten."""
+        """The j-th tile. It waits for this thread's groups of copies except the `newer` newest, then for all other warps of the
+        block. What these have read before may then be overwritten."""
         warp = _opened(self, j)
         warp.wait_group(newer, (self.name, j))
         threads = layout.LANES * self.warps

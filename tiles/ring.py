@@ -43,12 +43,12 @@ CLUSTER_END = 8  # most blocks of a cluster
 @dataclass(frozen=True)
 class ring:
     """`stages` copies of one shared tile or vector. `readers`: how many warps release each before its slot is filled again.
-    `writers`: how many warps store it, each its part; 0 where TMA brings it.
+    `writers`: how many warps store it, each its part; 0 if TMA loads it.
 
-    `blocks`: that many blocks, a cluster, want the same tiles, and read each from global memory once: every block brings its
-    `part` of the rows to all of them (TMA multicast), as soon as `readers` warps of each have released the slot. All fill, wait
-    for and release the same tiles in the same order, and end with ops.cluster.sync(): a peer may release a tile when a block is
-    already done."""
+    `blocks`: so many blocks, a cluster, want the same tiles, and each tile is read from global memory once: every block
+    loads its `part` of the rows for all of them (TMA multicast), as soon as `readers` warps of each have released the slot.
+    All blocks fill, wait for and release the same tiles in the same order, and end with ops.cluster.sync(), because a peer
+    may release a tile when a block is already done."""
 
     tile: st | sv
     stages: int
@@ -79,18 +79,19 @@ class ring:
 
     @property
     def part(self):
-        """What one block fills of a tile, the rows of all blocks in turn; and the tile of the tensors that it comes from."""
+        """What one block fills of a tile (the blocks divide the rows in order); this is the tile of the tensors that it comes
+        from."""
         return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, whole=0)
 
     @property
     def fenced(self):
-        """Must giving back a tile order this warp's loads before TMA's next write? Loads of tiles have done so themselves,
-        loads of vectors have not: most vectors are written by warps, and need no fence."""
+        """Must giving back a tile order this warp's loads before TMA's next write? Loads of tiles have done so themselves.
+        Loads of vectors have not, because most vectors are written by warps and need no fence."""
         return isinstance(self.tile, sv) and not self.writers
 
     def box(self, parts, across=False):
-        """What one `fill` brings of a tile that is filled in so many parts of its rows or, `across`, of its columns; its source
-        is a tensor of such tiles."""
+        """What one `fill` loads if a tile is filled in so many parts of its rows or, `across`, of its columns; its source is a
+        tensor of such tiles."""
         if parts == 1:
             return self.part
         if across:
@@ -98,7 +99,7 @@ class ring:
         return replace(self.tile, rows=self.tile.rows // parts, whole=0)
 
     def across(self, parts, box):
-        """Are such boxes, of which so many make a tile, parts of its columns?"""
+        """Do the boxes, so many to a tile, divide its columns?"""
         return parts > 1 and box.cols < self.tile.cols
 
     def offset(self, parts, across):
@@ -112,36 +113,39 @@ class ring:
 
     @op
     def fill(self, j, source, at, part=0, parts=1):
-        """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it.
-        Called by a whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's `part`; `at` counts
-        the ring's tiles all the same.
+        """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it. Called by a
+        whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's `part`; `at` counts the ring's
+        tiles all the same.
 
-        parts: so many fills, one after the other, bring the tile, part 0 to parts - 1, each from its own place; source: a
-        tensor of tiles as large as a part, which `at` counts: of fewer rows or, by whole panels, of fewer columns. Blocks that
-        share a ring are as many as its parts, and each brings one, part 0 block 0, to all. Where pages say which places these
-        are, see `fill_pages`."""
+        parts: the tile comes in so many fills, one after the other, part 0 to parts - 1, each from its own place. source: a
+        tensor of tiles as large as a part, which `at` counts: with fewer rows or, by whole panels, fewer columns. Blocks
+        that share a ring are as many as the parts, and each loads one for all: block 0 part 0. If page numbers say which
+        places these are, see `fill_pages`."""
         if here().rank == 0:
             _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank, parts), part, parts)
 
     @op
     def fill_pages(self, j, pool, pages, size, at, last, parts=1):
-        """The same of a tile whose rows lie in pages: row n of sequence s is row n % size of page pages[s, n // size] of the
-        pool, a tensor (page, row, ...) whose rows are counted one by one. at: (sequence, row, ...), as if there were no pages,
-        the row a multiple of a part's rows. The tile comes in so many parts, at most 32, each of which lies in one page. Of
-        rows from `last` on page numbers are not read, and parts that have no others are 0. Numbers are of int32 or int64."""
+        """The same for a tile with rows in pages: row n of sequence s is row n % size of page pages[s, n // size] of the pool,
+        a tensor (page, row, ...) whose rows are counted one by one. at: (sequence, row, ...), as if there were no pages; the
+        row is a multiple of a part's rows. The tile comes in so many parts, at most 32, each of which lies in one page. Page
+        numbers of rows from `last` on are not read, and parts that have no other rows are 0. Page numbers are int32 or
+        int64."""
         if here().rank == 0:
             _slot(self, j).fill_pages(here(), j, pool, pages, size, at, last, parts)
 
     @op
     def claim(self, j):
-        """The j-th tile, to be stored, as soon as the readers of tile j - stages have released it. By each of the `writers`."""
+        """The j-th tile, to be stored, as soon as the readers of tile j - stages have released it. Called by each of the
+        `writers`."""
         return _slot(self, j).claim(here(), j)
 
     @op
     def publish(self, j, fenced=False):
-        """This warp has stored its part of tile j; the readers, their mmas and TMA see it once all writers have said so. (Of a
-        vector only ordinary loads do, until a reader's warpgroup meets.) fenced: no fence of its own, for that of a tile of
-        another ring, which has just been published, holds for this one, too; or because readers only load it."""
+        """This warp has stored its part of tile j. The readers, their mmas and TMA see it once all writers have called this.
+        (Of a vector only ordinary loads see it, until a reader's warpgroup meets.) fenced: without a fence of its own,
+        because that of a tile of another ring, which has just been published, covers this one too, or because readers only
+        load it."""
         _slot(self, j).publish(here(), j, fenced)
 
     @op
@@ -151,9 +155,9 @@ class ring:
 
     @op
     def release(self, j, after=None, fenced=False):
-        """This warp has read tile j for the last time. Its mmas on the tile must have been waited for. `after`, a vector: not
-        before it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as in
-        `publish`."""
+        """This warp will not read tile j again. Its mmas on the tile must have been waited for. `after`, a vector: the release
+        waits until it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as
+        in `publish`."""
         _slot(self, j).release(here(), j, fenced)
 
 

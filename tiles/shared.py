@@ -27,8 +27,9 @@ STAGED = (ring, pipeline)
 
 @compile_time
 class shared:
-    """A block's dynamic shared memory: named rings, pipelines, shared tiles, vectors and barriers, one after the other, tiles
-    aligned for their swizzle. `nbytes` is what a launch must reserve, `blocks` how many a cluster must have."""
+    """A block's dynamic shared memory: named rings, pipelines, shared tiles, vectors and barriers, one after the other, with
+    tiles aligned for their swizzle. `nbytes` is what a launch must reserve, `blocks` the number of blocks that a cluster
+    must have."""
 
     def __init__(self, **items):
         self.items, at = {}, 0
@@ -71,8 +72,8 @@ class shared:
 
     @op
     def open(self):
-        """The items, in order, their barriers ready, in all blocks of a cluster that share a ring. Every thread of the block
-        calls it once, first."""
+        """The items, in order, with their barriers ready in all blocks of a cluster that share a ring. Every thread of the
+        block calls it once, before anything else."""
         block, warp = here().block, here()
         if block.smem != self:
             raise warp.hazard(f"the kernel opens {self}; the launch reserved {block.smem or 'no shared memory'}", "plan")

@@ -124,7 +124,7 @@ class rv:
 
 @dataclass(frozen=True)
 class pending:
-    """What an asynchronous mma returns: a tile that nobody may touch before `warpgroup.wait`."""
+    """What an asynchronous mma returns: a tile that must not be used before `warpgroup.wait`."""
 
     tile: rt
 
@@ -291,9 +291,9 @@ class remote:
 class gl:
     """A global array of `rank` axes as TMA sees it, cut into tiles along the axes `rows` and `cols`.
 
-    In a kernel it is indexed by one number per axis: the tile axes count tiles, the others elements; trailing indices
-    left out are 0. `storable`: the array has whole chunks of 16 bytes along `cols`; TMA writes no less than one, so that it
-    would write past the end of others. A tile may be a shared vector: it lies along `cols`, and `rows` is None. `unit`: what
+    In a kernel it is indexed by one number per axis: the tile axes count tiles, the others elements; trailing indices that
+    are left out are 0. `storable`: the array has whole chunks of 16 bytes along `cols`. TMA writes whole chunks, so it would
+    write past the end of other arrays. A tile may be a shared vector: it lies along `cols`, and `rows` is None. `unit`: what
     the index along `rows` counts, the tile's rows by default; 1 lets tiles begin at any row. On the host,
     `tiles.tensor(array, tile, rows=, cols=)` makes one."""
 

@@ -120,11 +120,12 @@ class tensor:
     """A global array cut into tiles for TMA: `tensor(q, st(64, 128, bf16), rows=1, cols=3)` for q of shape (B, S, H, D).
 
     array: NumPy, or anything with `__dlpack__` or `__cuda_array_interface__`. tile: the shared tile or vector that copies go
-    to or come from; rows, cols: the axes of the array that a tile's rows and columns run along (the last two by default); a
-    vector runs along `cols`. Other axes are indexed one at a time. What a tile has outside the array is zero on load and left
-    alone on store. TMA writes 16 bytes at a time, on the card the tile's own values up to the next multiple of 16 bytes past
-    the edge: an array whose axis `cols` is not such a multiple can only be loaded from. unit: what an index along `rows`
-    counts, by default the tile's rows; 1 for tiles that begin at any row."""
+    to or come from. rows, cols: the axes of the array that a tile's rows and columns run along (the last two by default); a
+    vector runs along `cols`. Other axes are indexed one at a time. The part of a tile outside the array is zero on load and
+    left alone on store. unit: what an index along `rows` counts, by default the tile's rows; 1 lets tiles begin at any row.
+
+    TMA writes 16 bytes at a time: past the edge, on a GPU, the tile's own values up to the next multiple of 16 bytes. So an
+    array whose axis `cols` is not such a multiple can only be loaded from."""
 
     def __init__(self, array, tile: "st | sv", rows: int = -2, cols: int = -1, unit: int | None = None):
         if not hasattr(array, "shape") or not isinstance(tile, (st, sv)):

@@ -31,13 +31,13 @@ def rows(tile, count, index):
 
 @op(takes_operands=True)
 def hstack(left, right):
-    """[left, right]: the columns of one tile, then those of the other. They have as many rows, one dtype and layout. Or row_vecs."""
+    """[left, right]: the columns of one tile, then those of the other; as many rows, the same dtype and layout. Or row_vecs."""
     return np.concatenate([left.array, right.array], axis=1)
 
 
 @op(takes_operands=True)
 def vstack(upper, lower):
-    """The rows of one tile above those of the other. They have as many columns, one dtype and layout. Or col_vecs."""
+    """The rows of one tile above those of the other; as many columns, the same dtype and layout. Or col_vecs."""
     return np.concatenate([upper.array, lower.array], axis=0)
 
 

@@ -209,12 +209,13 @@ def profile(
 ) -> Profile:
     """A Profile of what function(*args) launches through this library, on a GPU or in the interpreter: see this module.
 
-    function: called several times on a card, so it must do the same each time; once in the interpreter. block: whose timeline
-    to keep, (x, y, z), by default that of the first that is counted. sample: how many clusters of blocks of a launch on a card
-    are counted, None for all. repeat: calls that are timed. model: of the timeline. What kernels write is written. Other
-    threads should launch nothing meanwhile.
+    function: called several times on a GPU, so it must do the same each time; once in the interpreter. block: whose timeline
+    to keep, (x, y, z), by default that of the first block that is counted. sample: how many clusters of blocks of a launch
+    on a GPU are counted, None for all. repeat: calls that are timed. model: that of the timeline. What kernels write is
+    written. Other threads should launch nothing meanwhile.
 
-    ValueError: the function launches nothing. RuntimeError: not the same launches each time. Hazard: the interpreter's."""
+    ValueError: the function launches nothing. RuntimeError: its launches differ from call to call. Hazard: the
+    interpreter's."""
     watch = _Watch(block and (*block, 0, 0)[:3] if isinstance(block, tuple) else block, model or Model())
 
     def call():

@@ -35,22 +35,22 @@ HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any mo
 
 
 def meaning(kernel: Any, *args: Any, **options: Any) -> Any:
-    """Run kernel(*args) by what it says, in the interpreter. Hazard: what the hardware would get wrong in silence.
+    """Run kernel(*args) by its meaning, in the interpreter. Hazard: what the hardware would silently get wrong.
 
-    options: grid, its blocks, a number or up to three (by default one cluster); warps=1, of a block; shared=None, the plan that
-    the kernel opens; cluster=1, its blocks; seed=None, where a number means a random order of what is asynchronous.
+    options: grid, its blocks, a number or up to three (by default one cluster); warps=1, those of a block; shared=None, the
+    plan that the kernel opens; cluster=1, its blocks; seed=None, or a number for a random order of what is asynchronous.
 
-    A function that is no kernel is called with args and options as they are, and its launches run here; what it returns is
-    returned. So it is with `ptx` and `gpu`."""
+    A function that is no kernel is called with args and options as they are; its launches run here, and its result is
+    returned. The same holds for `ptx` and `gpu`."""
     return _run(interpret, kernel, args, options)
 
 
 def ptx(kernel: Any, *args: Any, arch: str = "sm_90a", **options: Any) -> Counts | Any:
-    """Run kernel(*args) as compiled for `arch`, on the CPU (docs/emulator.md); what it did is counted. Arguments as
-    of `meaning`.
+    """Run kernel(*args) as compiled for `arch`, on the CPU (docs/emulator.md); returns counts of what it did. Arguments as in
+    `meaning`.
 
-    Where the text has a wgmma, setmaxnreg or memory of a thread's own, or needs many registers, machine code is made, too:
-    AssertionError if something lies in local memory or spills, or ptxas complains."""
+    If the text has a wgmma, setmaxnreg or memory of a thread's own, or needs many registers, machine code is made, too.
+    AssertionError: something lies in local memory or spills, or ptxas complains."""
     return _run(functools.partial(_as_compiled, arch=arch), kernel, args, options)
 
 
@@ -90,8 +90,8 @@ def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
 
 
 def gpu(kernel: Any, *args: Any, **options: Any) -> Any:
-    """Run kernel(*args) on the card, on copies of the arrays, which are copied back. Arguments as of `meaning`; a function
-    that is called gets torch's arrays. TimeoutError: the kernel hangs."""
+    """Run kernel(*args) on the GPU, on copies of the arrays, which are copied back. Arguments as in `meaning`; a function gets
+    torch's arrays. TimeoutError: the kernel hangs."""
     if HUNG:
         raise TimeoutError(f"the GPU is still busy with {HUNG[0]}, which hangs")
     if not _is_kernel(kernel):

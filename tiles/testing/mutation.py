@@ -13,17 +13,18 @@ from ..op import OPS
 
 
 def broken(module: str, old: str, new: str) -> AbstractContextManager[None]:
-    """Inside `with broken("mine.norm", "rsqrt(", "sqrt("):` the module says `new` where it said `old`, and the block must fail.
+    """Inside `with broken("mine.norm", "rsqrt(", "sqrt("):` the module has `new` where it had `old`, and the block must fail.
 
-    The text must stand once in the module's file, which is not touched: the package is imported anew with the changed text, and
-    so are the names of the calling file and the modules beside it, so the block calls tests as they stand there. Afterwards all
-    is as before. The calling file itself is named `__name__`.
+    The text must occur once in the module's file, which is not touched: the package is imported anew with the changed text,
+    and so are the names of the calling file and the modules beside it. So the block calls tests as they stand there.
+    Afterwards everything is as before. The calling file itself is named `__name__`.
 
-    That the test passes without the fault, is for the test itself to show. What noticed it is printed (`pytest -rP` shows it).
+    It is for the test itself to show that it passes without the fault. What noticed the fault is printed (`pytest -rP` shows
+    it).
 
-    AssertionError: the block did not fail, so the test would not notice. Any exception of the block is a failure, a wrong
-    number, a Hazard, a refusal, but for those that say that `new` is no program: NameError, ImportError. ValueError: `old` does
-    not stand there, or more than once."""
+    AssertionError: the block did not fail, so the test would not notice. Any exception of the block is a
+    failure (a wrong number, a Hazard, a refusal), except those that say that `new` is no program: NameError, ImportError.
+    ValueError: `old` does not occur, or more than once."""
     return _broken(sys._getframe(1).f_globals, module, old, new)
 
 

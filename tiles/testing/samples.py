@@ -12,8 +12,8 @@ MARGIN, ROOM = 5, 16  # elements of it on every side; where it must be aligned, 
 
 
 def pairs(*lists: Iterable) -> list[tuple]:
-    """Tuples that walk all lists at once, the shorter ones again and again: for pytest.mark.parametrize. Each value occurs, and
-    most pairs of neighbours; a product of all would only take longer."""
+    """Tuples that walk all lists at once, repeating the shorter ones: for pytest.mark.parametrize. Each value occurs, and most
+    pairs of neighbours. A full product would only take longer."""
     columns = list(map(list, lists))
     longest = max(map(len, columns))
     return list(itertools.islice(zip(*map(itertools.cycle, columns), strict=False), longest))
@@ -27,9 +27,9 @@ def blank(shape: int | tuple[int, ...], dtype: dtype = fp32) -> np.ndarray:
 def guarded(
     shape: Sequence[int], dtype: dtype = fp32, order: Sequence[int] | None = None, step: int = 1, aligned: bool = False
 ) -> tuple[np.ndarray, Callable[[], None]]:
-    """(An output as `blank`'s inside a larger array, a function that asserts that nothing around it was written.)
+    """(An output like `blank`'s inside a larger array, a function that asserts that nothing around it was written.)
 
-    order: how its axes are laid out, the outermost first; as they stand, if not given. step: every so many elements are used.
+    order: how its axes are laid out, the outermost first; by default as they are. step: only every step-th element is used.
     aligned: its address and strides are multiples of 16 bytes, and the last axis stays innermost, its elements adjacent."""
     order = tuple(order or range(len(shape)))
     last = len(shape) - 1
