@@ -1,7 +1,7 @@
-"""A copy through shared memory by TMA: one warpgroup fetches tiles ahead, another stores them, a ring lies between.
+"""A copy through shared memory by TMA: one warpgroup fetches tiles ahead, another stores them, and a ring lies between them.
 
 The j-th tile goes through slot j % STAGES of the ring. `fill` waits until that slot is free, `wait` until the tile has
-arrived; both know from j alone. What a tile has outside the array is zero on load and dropped on store.
+arrived; both compute the slot from j alone. The part of a tile outside the array is zero on load and dropped on store.
 """
 
 import numpy as np

@@ -1,15 +1,15 @@
 """Long convolutions by Fourier transforms that are matrix products (FlashFFTConv, Fu et al. 2023): y = ifft(fft(u) fft(k)).
 
-With j = c j1 + j2 and f = f1 + c f2, a transform of c^2 numbers (c = 64 or 32, w = exp(-2 pi i / c^2)) is two products with the
-c x c Fourier matrix F, and a twiddle t[f1, j2] = w^(f1 j2) in between:
+With j = c j1 + j2 and f = f1 + c f2, a transform of c^2 numbers (c = 64 or 32, w = exp(-2 pi i / c^2)) is two products with
+the c x c Fourier matrix F, with a twiddle t[f1, j2] = w^(f1 j2) between them:
 
     fft(u)[f1, f2] = sum over j2 of t[f1, j2] (F u)[f1, j2] F[j2, f2],    or ((F u) * t) F
 
-The other way all is conjugate, in the opposite order. A left product mixes rows, which a warpgroup shares; a right one mixes a
-row's columns: its left operand stays in registers. So one block takes a channel's sequences from memory and back with nothing
-in between but one exchange through shared memory. Two real sequences are one complex one, for the filter is real. Of 1024
-numbers two matrices lie one below the other: F is then on the diagonal of a left factor twice. Each transform is divided by c,
-so that numbers stay as large as they were.
+The inverse has the conjugates, in the opposite order. A left product mixes rows, which a warpgroup shares. A right product
+mixes a row's columns, so its left operand stays in registers. So one block takes a channel's sequences from memory and back
+with only one exchange through shared memory in between. Two real sequences are computed as one complex one, because the
+filter is real. For 1024 numbers two matrices lie one below the other, and F stands twice on the diagonal of a left factor.
+Each transform is divided by c, so that numbers keep their size.
 """
 
 import functools

@@ -1,12 +1,12 @@
-"""Generate with a Llama of transformers on our attention, beside torch's scaled_dot_product_attention.
+"""Generate with a Llama of transformers on our attention, and on torch's scaled_dot_product_attention.
 
     python examples/generate.py --batch 32 --prompt 8192
     python examples/generate.py --help
 
-Needs torch and transformers, and shows a bar where tqdm is: `pip install -e '.[generate]'`. Weights and prompts are random. On
-a GPU layers have the shape of Llama 3.1 8B's and a step of generation is one CUDA graph, captured once, over a static cache;
-without one the model is tiny, and attention runs in the interpreter. The same weights generate with each attention in turn, and
-with none at all: what a step then takes less is attention's share of it.
+Needs torch and transformers, and shows a progress bar if tqdm is installed: `pip install -e '.[generate]'`. Weights and
+prompts are random. On a GPU the layers have the shape of Llama 3.1 8B's, and a step of generation is one CUDA graph,
+captured once, over a static cache. Without a GPU the model is tiny, and attention runs in the interpreter. The same weights
+generate with each attention in turn, and with none at all: the time that a step then saves is attention's share of it.
 """
 
 import argparse

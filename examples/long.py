@@ -1,12 +1,12 @@
-"""One attention.parallel.forward over as long a sequence as all GPUs hold together, a group of heads after the other.
+"""One attention.parallel.forward over as long a sequence as all GPUs hold together, one group of heads after the other.
 
     torchrun --nproc-per-node gpu examples/long.py
     torchrun --nproc-per-node 2 examples/long.py --tokens 600         on the CPU, in the interpreter
     python examples/long.py --help
 
-Needs torch and tqdm. Each rank makes its own share of the sequence, which is nowhere whole. Prints how many tokens there were,
-the time, and the share of perfect scaling: what a group of heads takes on one GPU, by as many GPUs as there are and what it
-takes on them together.
+Needs torch and tqdm. Each rank makes its own share of the sequence; nobody has the whole. Prints the number of tokens, the
+time, and the share of perfect scaling: the time of a group of heads on one GPU, divided by the number of GPUs and by its
+time on all of them.
 """
 
 import argparse

@@ -5,10 +5,10 @@
     python examples/train.py --help
 
 Needs torch, tqdm and matplotlib: `pip install -e '.[train]'`. On a GPU the model has 25 million parameters and reads
-sequences of 4096 bytes; without one it is tiny, and attention runs in the interpreter. Both models begin with the same
-weights, read the same bytes and take turns, so that their losses and their times can be compared. The curves of the losses
-go to train.png. Under torchrun every rank has a share of each sequence's tokens (attention.parallel), and the gradients of
-weights are summed: the model learns the same.
+sequences of 4096 bytes; without one it is tiny, and attention runs in the interpreter. With --baseline both models start
+with the same weights, read the same bytes and take turns, so that their losses and times can be compared. The curves of the
+losses go to train.png. Under torchrun every rank has a share of each sequence's tokens (attention.parallel), and the
+gradients of weights are summed, so the model learns the same.
 """
 
 import argparse

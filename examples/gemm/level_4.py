@@ -1,7 +1,7 @@
-"""Level 4, two consumers share a tile of B: each multiplies its 64 rows of A with it, and one's wait is the other's product.
+"""Level 4, two consumers share a tile of B. Each multiplies its 64 rows of A with it, and one multiplies while the other waits.
 
-Each byte of B that is fetched does twice the work, and one consumer multiplies while the other waits. The producer gives up
-registers that it does not need, the consumers claim them.
+Each byte of B that is fetched does twice the work. The producer gives up registers that it does not need, and the consumers
+claim them.
 
 On an H200: 544 and 524 TFLOPS at 4096^3 and 8192^3, 0.82 and 0.80 of cuBLAS (bench/test_gemm.py).
 """

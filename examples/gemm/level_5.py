@@ -1,8 +1,8 @@
 """Level 5, the tensor cores never wait: tiles of 128 x 256, and the next product is issued while the last one runs.
 
-A pending accumulator is handed from mma to mma; `wait(newer=1)` lets the youngest go on and says that the one before it is
-done with its tiles, which are then given back. The tile is what counts: a product of 128 x 256 fetches three quarters of the
-bytes that its two halves would. Waiting for every mma instead costs 0 to 3 %: the other consumer mostly fills the gap.
+A pending accumulator is passed from mma to mma. `wait(newer=1)` lets the newest go on and guarantees that the one before it
+is done with its tiles, which are then given back. What counts is the tile: a product of 128 x 256 fetches three quarters of
+the bytes that its two halves would. Waiting for every mma instead costs 0 to 3 %: the other consumer mostly fills the gap.
 
 On an H200: 628 and 609 TFLOPS at 4096^3 and 8192^3, 0.95 and 0.96 of cuBLAS (bench/test_gemm.py).
 """

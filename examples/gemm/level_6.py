@@ -1,8 +1,8 @@
-"""Level 6, a persistent grid in a good order: a block a multiprocessor goes through many tiles of C, neighbours in time are
+"""Level 6, a persistent grid in a good order. One block per multiprocessor computes many tiles of C, neighbours in time are
 neighbours in C, and the producer fetches the next tile's first slots while the consumers still store the last.
 
-One running j counts the fills across tiles. Tiles are taken GROUP rows high, column by column: the 132 tiles that are worked
-on at once then share rows of A and B, which come from L2 instead of memory.
+One running j counts the fills across tiles. Tiles are taken GROUP rows high, column by column: the 132 tiles that are
+computed at the same time then share rows of A and B, which come from L2 instead of memory.
 
 On an H200: 648 and 640 TFLOPS at 4096^3 and 8192^3, 0.96 and 0.97 of cuBLAS (bench/test_gemm.py).
 """

@@ -1,8 +1,8 @@
 """Level 7, the way out: C goes through shared memory and leaves by TMA while the next tile's products run.
 
-The consumers round their sums to bf16, store them to a shared tile (stmatrix, no bank conflicts) and go on; the copy engine
-writes C in whole lines and leaves out what lies outside. They do so in two halves: room for all 256 columns would cost the
-ring its fourth slot, and 3 % of the speed. The 16-byte stores from registers that the levels before use are as fast.
+The consumers round their sums to bf16, store them to a shared tile (stmatrix, no bank conflicts) and go on. The copy engine
+writes C in whole lines and skips what lies outside. They do so in two halves: room for all 256 columns would cost the ring
+its fourth slot, and 3 % of the speed. The 16-byte stores from registers of the earlier levels are as fast.
 
 On an H200: 648 and 653 TFLOPS at 4096^3 and 8192^3, 0.97 and 0.97 of cuBLAS (bench/test_gemm.py).
 """

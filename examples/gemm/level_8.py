@@ -1,9 +1,10 @@
 """Level 8, clusters: two blocks, one below the other in C, work at the same time and share the tiles of B. Each fetches half of
-a tile and TMA multicasts it to both: for the same products a third less comes from the L2 cache.
+a tile, and TMA multicasts it to both: a third less comes from the L2 cache for the same products.
 
-A ring with `blocks=2` knows who brings which half, and whose readers must be done before a slot is filled again: those of both
-blocks. What shows is the last line, where each block waits for the other: a peer still gives slots back when one is done.
-Level 7 was not short of L2, and both run into the card's power limit: the gain is 0 to 1 % at 8192^3, and 4096^3 loses as much.
+A ring with `blocks=2` knows which block fetches which half, and waits for the readers of both blocks before it refills a
+slot. The kernel shows this only in its last line, where each block waits for the other: a peer may still give slots back
+when one block is done. Level 7 was not short of L2 bandwidth, and both levels run into the card's power limit: the gain is 0
+to 1 % at 8192^3, and 4096^3 loses as much.
 
 On an H200: 656 and 659 TFLOPS at 4096^3 and 8192^3, 0.97 and 0.97 of cuBLAS (bench/test_gemm.py).
 """

@@ -1,4 +1,4 @@
-"""An op and a kernel of one's own."""
+"""An op and a kernel of your own."""
 
 from .limits import clamp
 from .norms import rms_norm

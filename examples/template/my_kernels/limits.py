@@ -1,4 +1,4 @@
-"""An op of one's own: what it means and, below, what it becomes."""
+"""An op of your own: what it means and, below, what it becomes."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""A kernel of one's own, and the function that people call."""
+"""A kernel of your own, and the function that people call."""
 
 from numba import cuda
 
