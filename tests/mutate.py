@@ -4,9 +4,9 @@
     python -m tests.mutate ring fence         those whose section or title has one of these words
     python -m tests.mutate --jobs 16 --log fates.json --out docs/mutations.md
 
-A mutation replaces a text that stands once in a file by another one. Its killers, tests that should notice, are run on a copy
-of the tree until one fails: then the mutation is dead, if that test passes on the tree as it is. What survives them all is a
-hole in the tests, or changes nothing that a test could show, and then the table says why. No GPU is seen, be there one or not.
+A mutation replaces a text that occurs once in a file by another one. Its killers, the tests that should notice it, are run on a
+copy of the tree until one fails. The mutation is then dead, if that test passes on the unchanged tree. What survives all
+killers is a hole in the tests, or changes nothing that a test could show; then the table says why. No GPU is used.
 """
 
 import argparse
@@ -36,9 +36,9 @@ IMPORTED = ["numba.cuda", "cuda.core", "ml_dtypes", "greenlet", "pytest", "hypot
 PATIENCE = 240  # seconds, after which a mutation is dead of a hang
 HEAD = """# Mutations
 
-What the tests without a GPU notice. `tests/mutations.toml` has small faults of every kind: a parity inverted, a fence gone, a
-stride taken for another, a check of the checkers left out. Each is seeded in a copy of the tree, and the tests that should
-notice run until one fails. This is the last report of
+Which small faults do the tests without a GPU notice? `tests/mutations.toml` lists faults of every kind: an inverted parity, a
+missing fence, a wrong stride, a check of the checkers left out. Each is planted in a copy of the tree, and the tests that
+should notice it run until one fails. This is the last report of
 
     python -m tests.mutate --out docs/mutations.md
 
@@ -157,8 +157,8 @@ def report(fates: list[tuple[Mutation, str, float]]) -> str:
     alive = [mutation for mutation, found, _ in fates if not found]
     named, share = sum(bool(mutation.neutral) for mutation in alive), len(alive) / max(len(fates), 1)
     lines = [
-        f"**{len(fates)} mutations, of which {len(alive)} ({share:.1%}) survive**; of these {named} change nothing that such a "
-        f"test could show, and the table says why. {sum(seconds for *_, seconds in fates) / 60:.0f} minutes of one core."
+        f"**{len(fates)} mutations, of which {len(alive)} ({share:.1%}) survive**. {named} of the survivors change "
+        f"nothing that such a test could show; the table says why. {sum(s for *_, s in fates) / 60:.0f} minutes of one core."
     ]
     sizes, dead = Counter(m.section for m, *_ in fates), Counter(m.section for m, found, _ in fates if found)
     for section in sizes:
