@@ -73,7 +73,7 @@ def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> Found:
 
 LOG = Values(_above_0, "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, logsigmoid(x) for a gate")
 RATE = Values(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
-SUMS = "it says where sequences end, one behind the other: pass 0 and the sums of their lengths"
+SUMS = "it says where the sequences end: pass 0 and the running sums of their lengths"
 ENDS, KEY_ENDS, NEW_ENDS = (Values(_no_ends(axis), SUMS) for axis in "STs")
 KEY_LENGTHS = Values(_no_lengths, "it says how many of a sequence's keys are in use: pass a number of those that it has")
 KEY_STARTS = Values(

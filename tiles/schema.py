@@ -348,7 +348,7 @@ class Schema:
             raise ValueError(f"{name}: must have two elements or more: {ends}")
         if extents["B"] != 1:
             shapes = f"{ends}, {holder['B']}.shape={forms[holder['B']].shape}"
-            raise ValueError(f"{name}: batch must be 1, all sequences one behind the other: {shapes}")
+            raise ValueError(f"{name}: batch must be 1, all sequences one after the other: {shapes}")
 
     def check(self, problem: Problem, forms: Mapping[str, Form]) -> Check | None:
         """The step that looks at the values of these arrays, which have their forms in the caller's axes; None: any will do."""

@@ -26,7 +26,7 @@ def _not_lowered(statement, types_of):
         return f"kernels have no {'lists' if isinstance(found, types.List) else 'sets'}: use a tuple"
     call = types_of[made.func.name] if isinstance(made, ir.Expr) and made.op == "call" else None
     if isinstance(found, types.UnicodeType) or getattr(call, "typing_key", None) is str:
-        return "kernels make no text: print(...) takes literal text and numbers, one behind the other"
+        return "kernels make no text: print(...) takes literal text and numbers, one after the other"
     if isinstance(found, types.Array) and isinstance(made, ir.Expr):
         return (
             ELEMENTWISE

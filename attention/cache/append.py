@@ -192,7 +192,7 @@ def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, nor
         raise ValueError("q: is rotated, and takes rotary, which is None")
     batch, tokens, heads = problem(f"B{names.new}G")
     if queries and ends and problem(names.asked) != (tokens,):
-        raise problem.error("q", "must have as many tokens as k_new where sequences lie one behind the other", "q", "k_new")
+        raise problem.error("q", "must have as many tokens as k_new where sequences are packed", "q", "k_new")
     if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem(names.asked) == (0,))):
         return []
     where = {name: problem[name] for name in ("pages", "batch_index", "positions")}

@@ -321,7 +321,7 @@ def attend_cache(
 
 def refuse_probabilities(return_attn_probs: bool, dropout_p: float) -> None:
     """With dropout FlashAttention-2 returns P as well, which exists nowhere here."""
-    refuse("return_attn_probs", bool(return_attn_probs and dropout_p), "P is never made; leave it away, or set dropout_p=0.0")
+    refuse("return_attn_probs", bool(return_attn_probs and dropout_p), "P is never made; leave it out, or set dropout_p=0.0")
 
 
 def with_probabilities(found: Any, return_attn_probs: bool) -> Any:

@@ -148,7 +148,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q q, out: (total_q, H, D), lse: (H, total_q)."""
     _refuse(qv, attention_chunk)
     refuse("q_descale", q_descale is not None, "queries over caches are of bfloat16 or float16: multiply it in")
-    alike = "pass q and k both as (B, S, H, D), or both one behind the other, with cu_seqlens_q and cu_seqlens_k_new"
+    alike = "pass q and k both as (B, S, H, D), or both packed, with cu_seqlens_q and cu_seqlens_k_new"
     refuse("cu_seqlens_k_new", cu_seqlens_k_new is not None and cu_seqlens_q is None, alike)
     refuse("cu_seqlens_q", cu_seqlens_q is not None and k is not None and cu_seqlens_k_new is None, alike)
     options = scores(softmax_scale, causal, window_size, softcap) | asked(k_descale=k_descale, v_descale=v_descale)

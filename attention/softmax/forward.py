@@ -199,7 +199,7 @@ def forward(
         refuse_with_fp8(q_descale=q_descale, block_lists=isinstance(blocks, Making))
     elif units != (None, None, None):
         name = next(name for name, unit in zip(("q_descale", "k_descale", "v_descale"), units) if unit is not None)
-        raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it away, or make them by attention.quantize")
+        raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it out, or make them by attention.quantize")
     if flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
@@ -231,7 +231,7 @@ def forward(
             wanted = {"out": out, "lse": lse, "stream": stream, "accumulate": adds}
             name = next(name for name, x in wanted.items() if x is not None)
             raise NotImplementedError(
-                f"{name}: cannot be given where a gradient is to come; leave it away, or call under torch.no_grad()"
+                f"{name}: cannot be given where a gradient is to come; leave it out, or call under torch.no_grad()"
             )
         told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
         told |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}

@@ -125,7 +125,7 @@ def test_what_autograd_refuses():
     twice = torch.func.grad(lambda x: torch.func.grad(lambda y: attention.forward(y, y, y).float().sum())(x).float().sum())
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         twice(q.detach())
-    with pytest.raises(NotImplementedError, match="out: cannot be given where a gradient is to come; leave it away"):
+    with pytest.raises(NotImplementedError, match="out: cannot be given where a gradient is to come; leave it out"):
         attention.forward(q, k, v, out=torch.empty_like(q.detach()))
 
 

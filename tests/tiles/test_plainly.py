@@ -221,7 +221,7 @@ def looks_into_a_set(x):
     x[0, 0] = 3 in {x.shape[0], 2}
 
 
-@mistake("kernels make no text: print(...) takes literal text and numbers, one behind the other")
+@mistake("kernels make no text: print(...) takes literal text and numbers, one after the other")
 def makes_text(x):
     print(f"{x[0, 0]}")
 

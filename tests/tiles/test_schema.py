@@ -219,7 +219,7 @@ INVALID = [
     (
         dict(cu_seqlens=zeros("E", np.int32)),
         V,
-        "cu_seqlens: batch must be 1, all sequences one behind the other: cu_s",
+        "cu_seqlens: batch must be 1, all sequences one after the other: cu_s",
     ),
     (dict(cu_seqlens=zeros("E", np.int32, E=1)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
     (dict(layout="sbhd"), V, "layout: must be one of ('bshd', 'bhsd'): layout='sbhd'"),

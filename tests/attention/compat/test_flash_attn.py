@@ -151,7 +151,7 @@ def test_keys_in_use(calls, draw):
 
 
 REFUSED = [
-    (flash_attn, "flash_attn_func", {"return_attn_probs": True, "dropout_p": 0.1}, "return_attn_probs: .* leave it away"),
+    (flash_attn, "flash_attn_func", {"return_attn_probs": True, "dropout_p": 0.1}, "return_attn_probs: .* leave it out"),
     (
         flash_attn,
         "flash_attn_varlen_func",

@@ -201,7 +201,7 @@ INVALID = [
         "initial_state: sequences must equal q's: initial_state.shape=(3, ",
     ),
     (dict(initial_state=zeros(2, 6, 16, 32, dtype=f32)), V, "initial_state: key_dim must equal q's: initial_state.shape=(2"),
-    (dict(cu_seqlens=zeros(3, dtype=np.int32)), V, "cu_seqlens: batch must be 1, all sequences one behind the other: cu_"),
+    (dict(cu_seqlens=zeros(3, dtype=np.int32)), V, "cu_seqlens: batch must be 1, all sequences one after the other: cu_"),
     (dict(cu_seqlens=zeros(1, dtype=np.int32)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
     (dict(options={"layout": "sbhd"}), V, "layout: must be one of ('bshd', 'bhsd'): layout='sbhd'"),
     (dict(options={"layout": ["bshd"]}), T, "layout: must be one of ('bshd', 'bhsd'): layout=['bshd']"),

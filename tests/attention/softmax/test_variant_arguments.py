@@ -100,7 +100,7 @@ INVALID = [
     (dict(bias=zeros(3, 1, 1, 7), batch=2), V, "bias: must have the shape (2 or 1, 2 or 1, 7 or 1, 7): bias.shape=(3, 1, 1, 7"),
     (dict(bias=zeros(1, 1, 1, 7) > 0), T, "bias: dtype must be one of ('float32', 'bfloat16', 'float16'): bias.dtype='bool'"),
     # sequences
-    (dict(cu_seqlens=ends(0, 3, 7), batch=2), V, "cu_seqlens: batch must be 1, all sequences one behind the other: cu_seqlens"),
+    (dict(cu_seqlens=ends(0, 3, 7), batch=2), V, "cu_seqlens: batch must be 1, all sequences one after the other: cu_seqlens"),
     (dict(cu_seqlens_k=ends(0, 3, 7)), V, "cu_seqlens_k: takes cu_seqlens, too, which is None"),
     (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: must be given where keys are more or fewer than queries: q.sha"),
     (dict(cu_seqlens=ends(0, 3, 7), cu_seqlens_k=ends(0, 7)), V, "cu_seqlens_k: length must equal cu_seqlens's: cu_seqlens_k."),
