@@ -1,4 +1,4 @@
-"""Numbers that a planner computes with while it is watched: what it made of one call's lengths becomes a function of any.
+"""Numbers that a planner computes with while it is watched, so that its plan for one call's lengths becomes a function of any.
 
     trace = Trace()
     n = trace.variable("n", 100)
@@ -6,13 +6,14 @@
     again = trace.function("n", plan)     # def again(n): unless n > 64: None; else pack("<q", 2 * n)
     again(101)
 
-A Length has the value of the call at hand and knows how it was computed. Arithmetic gives Lengths. A question (a comparison,
-`if n`, int(n)) is answered for this call, and the answer is written down: the function holds for all lengths that answer alike,
-and gives None for others. So what a planner checks, refuses, and chooses by a length needs no second description: the function
+A Length has the value of the present call and knows how it was computed. Arithmetic gives Lengths. A question (a comparison,
+`if n`, int(n)) is answered for this call, and the answer is recorded. The function holds for all lengths with the same answers,
+and returns None for others. So what a planner checks, refuses and chooses by a length needs no second description: the function
 takes every turn that the planner took, or none.
 
-A Length cannot be hashed, so no table can hand on what was found for another one (Untraceable). What cannot be watched, such as
-struct.pack, or is a long way, such as a search, is called by `made` or decorated with `follows`: the function calls it again.
+A Length cannot be hashed, so no table can pass on what was found for another one (Untraceable). What cannot be watched, such as
+struct.pack, or would be a long trace, such as a search, is called by `made` or decorated with `follows`: the function calls it
+again.
 """
 
 from __future__ import annotations

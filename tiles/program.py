@@ -13,18 +13,18 @@
     def scaled(x, *, factor=1.0, out=None, stream=None):
         return _scaled(stream, (x, out), (factor,))
 
-From the *forms* of a call's arrays (shape, strides, dtype, device, alignment) and its options follows everything but addresses:
-what is computed, by which launches, what is made, and what is given back. So a call of a known form reads its arrays, looks the
-form up, writes their addresses into the launches' parameter blocks and calls the driver. One of a new form is checked and
-planned; what was refused is never remembered. Where a framework traces the call instead of making it
-(torch.compile, jax.jit), it is given an op that stands for it (torch_op.py, jax_call.py).
+The *forms* of a call's arrays (shape, strides, dtype, device, alignment) and its options determine everything but addresses:
+what is computed, by which launches, what is created, and what is returned. So a call of a known form reads its arrays, looks up
+the form, writes the addresses into the launches' parameter blocks and calls the driver. A call of a new form is checked and
+planned; a refusal is never remembered. A framework that traces the call instead of making it (torch.compile, jax.jit) gets an
+op that stands for it (torch_op.py, jax_call.py).
 
-A **program** is its launches, one behind the other on the caller's stream, and the scratch memory between them, which comes
-from the caller's allocator. Nothing waits for the device, so that all of it may be captured in a CUDA graph.
+A **program** is its launches, one after the other on the caller's stream, and the scratch memory between them, which comes
+from the caller's allocator. Nothing waits for the device, so all of it may be captured in a CUDA graph.
 
-Shapes and strides are lengths: a form that differs from a known one in these alone is not planned, but found by a function
-that was made while the planner was watched (lengths.py). It checks what the planner checks and takes every turn that it took,
-or none: then the call is planned.
+Shapes and strides are lengths. A form that differs from a known one only in these is not planned again. A function that was
+made while the planner was watched (lengths.py) serves it: it checks what the planner checks, and takes the same turns as the
+planner did. If it cannot, the call is planned.
 
 Any number of threads may call at once: what is remembered does not change, and what two of them forget is made anew.
 """

@@ -1,4 +1,4 @@
-"""Declared arguments: what a function on arrays takes and gives, said once, as a table.
+"""Declared arguments: a table that says once what a function on arrays takes and returns.
 
     FORWARD = Schema("forward", '''
         q    BSHD  tile
@@ -8,11 +8,11 @@
         lse  BHS   float32  made
     ''')
 
-A row: an argument's name; its axes, a letter each, in canonical order ("H|BSH": either), or =name of an argument that has the
-same shape; what it holds; its role; and of a result the options that ask for it, all of which must be true (`lse  BHS
-float32  made  return_lse`), or hold a word (`dbias  =bias  float32  made  also:dbias`). An axis has one extent wherever its
-letter is found. From the table follow the checks of a call (`problem`), the results' shapes, the order in which addresses are
-passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
+A row has an argument's name; its axes, a letter each, in canonical order ("H|BSH": either), or =name of an argument with the
+same shape; what it holds; and its role. A result that exists on request also has the options that ask for it, all of which
+must be true (`lse  BHS  float32  made  return_lse`) or hold a word (`dbias  =bias  float32  made  also:dbias`). An axis has
+one extent wherever its letter occurs. The table determines the checks of a call (`problem`), the shapes of results, the order
+in which addresses are passed (program.py), and the schema and the fakes of torch's op (torch_op.py).
 
 What it holds:
     tile      bfloat16 or float16, one for all: kernels move tiles of it, so its last axis is contiguous
@@ -23,28 +23,28 @@ What it holds:
     bfloat16  that
     float16   that
     fp8       that of e4m3, float8_e4m3fn
-    tile8     the same, of which kernels move tiles, as of `tile`
-    half      bfloat16, which results are, or float16
-    cache     what is kept of tiles: bfloat16, float16 or fp8
+    tile8     the same, as tiles that kernels move, like `tile`
+    half      bfloat16 or float16; results are bfloat16
+    cache     what a cache keeps of tiles: bfloat16, float16 or fp8
 
-and with values that a step of the program checks (checks.py):
-    log          real, the logarithm of what is kept of a state: never above 0
-    rate         real, which times a time is such a logarithm: never above 0
-    ends         index, where sequences end that lie one behind the other: 0 first, ascending, S last
-    key_ends     the same of keys, T last
-    new_ends     the same of new keys, s last
+and, with values that a step of the program checks (checks.py):
+    log          real, the logarithm of the part of a state that is kept: never above 0
+    rate         real; multiplied by a time it is such a logarithm: never above 0
+    ends         index, where packed sequences end: 0 first, ascending, S last
+    key_ends     the same for keys, T last
+    new_ends     the same for new keys, s last
     key_lengths  index, how many keys of a sequence are in use: from 0 to T
     key_starts   index, how many keys come before a sequence's first: from 0 to T
 
 Its role:
     (none)    it must be given
     optional  it may be left out
-    made      a result: written, and made where the caller leaves it out
+    made      a result: written, and created if the caller leaves it out
     in_place  likewise; the caller may also give the first argument itself, to be overwritten
     updated   it must be given, and is written in place
     updated?  likewise, but it may be left out
 
-`layout="bhsd"` says that the caller's axes have sequence and head swapped where both follow the batch.
+With `layout="bhsd"` the caller's axes have sequence and head swapped where both follow the batch.
 """
 
 from __future__ import annotations

@@ -7,20 +7,21 @@
 
         @inlined
         def mask(self, s, edge):                    # kernel code: a method that kernels call
-            if self.causal:                         # decided when the kernel is compiled
+            if self.causal:                         # decided at compile time
                 s = causal(s, edge, -inf)
             return lower_fill(s, edge - self.left, -inf)
 
-A kernel closes over one, finds it among its module's globals, or gets it from a factory; it may be passed to `@inlined`
-functions and be a field of another. A kernel sees of it
+A kernel closes over such an object, finds it among its module's globals, or gets it from a factory. The object may be passed to
+`@inlined` functions and be a field of another one. A kernel sees
 
 - fields: None, bool, int, float, str, dtypes, the types of tiles, rings, plans, tuples of these, other static objects, and
   functions, whose bodies are kernel code without a decorator. Floats are fp32 in kernels;
 - `@inlined` methods, those of bases too; a subclass of a static class is static, and overrides what it likes;
 - properties, which run on the host: their value is a constant like a field's.
 
-Two objects are equal if the code of their classes, of the functions in their fields and of all that these reach is equal, and
-their other fields are: an equal lambda, written twice, finds the kernel that was compiled before, in this process and on disk.
+Two objects are equal if their fields are equal, and so is the code of their classes, of the functions in their fields, and of
+everything that these reach. So an equal lambda, written twice, finds the kernel that was compiled before, in this process and
+on disk.
 """
 
 import functools

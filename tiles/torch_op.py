@@ -2,12 +2,12 @@
 
     torch.ops.tiles.forward(q, k, v, causal, scale, return_lse, family, layout)     of attention.forward's Program
 
-A Program's Schema and the annotations of its planner's options say all that an op is made of: its signature, its fake, what a
-vmapped axis is folded into, what autocast casts. Results that the options ask for are new tensors, none, one, or a list where
-the Schema has several; what is `updated` is written in place and said to be. There is no gradient: a tensor that requires grad
-is refused, not detached.
+A Program's Schema and the annotations of its planner's options determine the op: its signature, its fake, what a vmapped axis
+is folded into, what autocast casts. Results that the options ask for are new tensors: none, one, or a list if the Schema has
+several. What is `updated` is written in place, and declared so. There is no gradient: a tensor that requires grad is refused,
+not detached.
 
-A call on plain tensors passes all of this by (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
+A call on plain tensors bypasses all of this (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
 torch is never imported here.
 """
 

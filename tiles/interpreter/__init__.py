@@ -1,33 +1,33 @@
-"""Runs a kernel's own source on the CPU and stops at what the hardware would get wrong in silence.
+"""Runs a kernel's own source on the CPU and stops at what the hardware would silently get wrong.
 
-**The kernel language.** What Numba accepts, seen by a whole warp at a time:
+**The kernel language.** What Numba accepts, run one whole warp at a time:
 
 - Python integers, floats, booleans and tuples; `for ... in range(...)`, `while`, `if`, conditional expressions; `min`,
   `max`, `abs`, `math`; closures over numbers and frozen objects; other `@cuda.jit(device=True)` and `@inlined` functions,
   named directly or through their module.
 - Tiles, vectors, rings and every op with a NumPy meaning.
-- `cuda.blockIdx`, `gridDim`, `blockDim`, `syncthreads`, `syncwarp`. `cuda.threadIdx.x` and `cuda.laneid` are a number per
-  lane: arithmetic and comparisons keep them so, and what comes out the same in all lanes (`cuda.threadIdx.x // 32`) is a
+- `cuda.blockIdx`, `gridDim`, `blockDim`, `syncthreads`, `syncwarp`. `cuda.threadIdx.x` and `cuda.laneid` are one number per
+  lane. Arithmetic and comparisons keep them so. A result that is the same in all lanes (`cuda.threadIdx.x // 32`) becomes a
   plain number again. A branch, an index or an op needs a plain number; anything else would split the warp. Blocks have
   one dimension.
 - Global arrays by integers and slices: `lengths[batch]` reads, `flags[block] = 1` is one store by the whole warp.
-- `print(...)`, of tiles too; each line says which warp of which block speaks.
+- `print(...)`, also of tiles; each line says which warp of which block printed it.
 
-Not accepted: `cuda.shared`, `cuda.local`, atomics, shuffles and votes (say it with tiles and ops), and code that differs
+Not accepted: `cuda.shared`, `cuda.local`, atomics, shuffles and votes (use tiles and ops), and code that differs
 from lane to lane.
 
 **What it watches.** Shared memory (shadow.py), barriers (barriers.py, rings.py), mmas and copies in flight, the limits of
-arrays, setmaxnreg; hazard.py lists the kinds of Hazard. A verdict rests on what the kernel orders, not on what this run
-happened to do first, so it is the same on every schedule. Where the PTX ISA is silent: a fence.proxy.async anywhere on the
-way from the ordinary access to the asynchronous one will do; an mma is over for its four warps at once. The blocks of a
-cluster run together (cluster.py), and what they do to each other's shared memory is watched like the rest; in addition, a
-block must have set its memory up before a peer reaches into it, and must not end before that is known to be over. The
-hardware's barrier does not wait for warps that have ended; here they must come.
+arrays, setmaxnreg; hazard.py lists the kinds of Hazard. A verdict depends on what the kernel orders, not on what happened to
+come first in this run, so it is the same on every schedule. Where the PTX ISA is silent: a fence.proxy.async anywhere between
+the ordinary access and the asynchronous one is enough; an mma is over for its four warps at once. The blocks of a cluster run
+together (cluster.py), and what they do to each other's shared memory is watched like the rest. In addition, a block must have
+set up its memory before a peer accesses it, and must not end before such accesses are known to be over. The hardware's
+barrier does not wait for warps that have ended; here they must arrive.
 
 **What it does not see.** Another path through the kernel: other arguments, a branch on data. Races on global memory, between
-blocks or within one, but for two stores of other values to one element (stores.py). Integers that pass 2^31, and integers that
-must be known when the kernel is compiled. A loop that waits for nothing and never ends. Registers that an mma in flight still
-reads (the compiler keeps them).
+blocks or within one, except for two stores of different values to one element (stores.py). Integers that pass 2^31, and
+integers that must be known at compile time. A loop that waits for nothing and never ends. Registers that an mma in flight
+still reads (the compiler keeps them).
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 A multiprocessor of Hopper as its makers and others describe it, in cycles, by one rule a kind of work. It leaves out a great
 deal: registers and their banks, conflicts in shared memory, instructions for addresses, loops and branches, other blocks of the
-same multiprocessor, other multiprocessors in the way. It is meant to show who waits for whom, and whether a pipeline's stages
-cover what they must; how long a kernel takes the card says."""
+same multiprocessor, other multiprocessors in the way. It is meant to show who waits for whom, and whether a pipeline has enough
+stages. How long a kernel takes, only the GPU can say."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Tests of kernels and ops of one's own: one body, run three ways, against a reference in float64.
+"""Tests of your own kernels and ops: one body, run three ways, against a reference in float64.
 
     pytest_plugins = ["tiles.testing.plugin"]                   # in the conftest.py beside pyproject.toml or atop the tests
 
@@ -12,15 +12,16 @@
         run(body, x, y)
         close(y, np.exp2(wide(x)), ulp=2)
 
-The plugin brings two fixtures. `run` runs a kernel, or a function that launches kernels, in each of three ways: `meaning`
-(the interpreter, which is also a race detector), `ptx` (compiled for sm_90a, what came of it executed on the CPU) and `gpu`
-(the card; marked `gpu`, and skipped by name where there is none). Others are chosen by indirect parameters,
-`@pytest.mark.parametrize("run", ["meaning", "sm_80"], indirect=True)`. `sample(shape, dtype)` gives normally distributed
+The plugin has two fixtures. `run` runs a kernel, or a function that launches kernels, in three ways: `meaning`
+(the interpreter, which is also a race detector), `ptx` (compiled for sm_90a and executed on the CPU) and `gpu`
+(marked `gpu`, and skipped by name where there is no GPU). Choose others by indirect parameters,
+`@pytest.mark.parametrize("run", ["meaning", "sm_80"], indirect=True)`. `sample(shape, dtype)` returns normally distributed
 numbers, fresh in each run, from a seed that a failure prints and TILES_SEED repeats.
 
-Outputs start as NaN (`blank`; `guarded` inside canaries), which never passes unless the reference says NaN. What is exact but
-for roundings is judged in units in the last place, `close`; what is a sum of many by the error rule, `assert_close`. `broken`
-shows that a test would notice a fault. Only the plugin needs pytest. examples/template is a project with tests like these.
+Outputs start as NaN (`blank`; `guarded` inside canaries), which never passes unless the reference is NaN. Results that are
+exact up to rounding are judged in units in the last place, by `close`; sums of many terms by the error rule, `assert_close`.
+`broken` shows that a test would notice a fault. Only the plugin needs pytest. examples/template is a project with tests like
+these.
 """
 
 from .backends import gpu, meaning, ptx
