@@ -69,7 +69,7 @@ def make(config: Config):
         """`unit` times the sums of a tile of queries, one of a pair's `blocks`."""
         if EARLY:
             grid.wait()
-        pair, tile = divmod(cuda.gridDim.x - 1 - cuda.blockIdx.x, blocks)  # from the last on, which the cache may still hold
+        pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)
         if sequences.has(block, batch, given):
             own = sequences.sequence(batch, given)
