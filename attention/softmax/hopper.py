@@ -25,6 +25,7 @@ from .kind import Kind, in_pages
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
 from .seen import CAUSAL, FULL
+from .sequences import Parts
 from .variants import At, Variant
 from .weights import InRegisters, InShared
 
@@ -79,7 +80,7 @@ class Config(Kind):
 
 def two(kv: int, **more: Any) -> dict[str, Any]:
     """A shape: two consumers, and so many keys of a block."""
-    return {"kv": kv, "consumers": 2, "stored": False} | more
+    return {"kv": kv, "consumers": 2, "stages": 2, "stored": False} | more
 
 
 def three(kv: int, **more: Any) -> dict[str, Any]:
@@ -88,32 +89,38 @@ def three(kv: int, **more: Any) -> dict[str, Any]:
 
 
 # Of a padded head_dim, and what is other where something takes registers
-SHAPES = {64: three(128), 96: three(128, stored=True), 128: two(128), 192: two(112), 256: two(80)}
-ROOMY = {64: two(128), 96: two(128), 192: two(96), 256: two(64)}  # random numbers are drawn
-PAGED = {64: two(128), 96: two(128)}  # the producer looks up pages
+SHAPES = {64: three(128), 96: two(128), 128: two(128), 192: two(112), 256: two(80)}
+ROOMY = {64: two(128), 192: two(96), 256: two(64)}  # random numbers are drawn
+PAGED = {64: two(128)}  # the producer looks up pages
 LOADED = {64: two(128), 96: two(96), 128: two(96), 192: two(64), 256: two(48)}  # a bias is read
 FETCHED = LOADED | {64: three(96), 128: two(128)}  # ... whose numbers are those of columns
 BROUGHT = {64: three(96), 96: two(128), 128: two(128), 192: two(80), 256: two(64)}  # ... of which TMA brings tiles
-SCORED = {128: three(128, stored=True)}  # something is made of scores: two consumers are at that, not one
+SCORED = {128: three(80, stages=3)}  # something is made of scores: two consumers are at that, not one
 NARROW = {(192, 128): two(128)}  # values have fewer columns; else as if they had as many
-# Of plain attention, by padded head_dim, is it causal, and up to how many keys: what is other. Where tiles are short a
-# persistent grid pays, often of another shape; a pair that is not here is persistent as it is up to 2048 keys. bench/NOTES.md
-# has the figures. At 64, causal, a consumer passes by key blocks that none of its rows sees: the smaller they are, the more.
+# What is other up to how many keys. Where tiles are short a persistent grid pays, often of another shape. bench/NOTES.md has
+# the figures. At 64, causal, a consumer passes by key blocks that none of its rows sees: the smaller they are, the more.
 PERSISTENT = {"persistent": True}
-BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {
+BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {  # of a padded head_dim, causal or not
     (64, False): {4096: PERSISTENT | {"stages": 3, "queries": 2, "sent": True}},
     (64, True): {
         2048: PERSISTENT | {"kv": 64, "consumers": 4, "stages": 4, "queries": 2},
         4096: PERSISTENT | {"queries": 2, "sent": True},
     },
-    (96, False): {2048: PERSISTENT | two(128, queries=2)},
-    (96, True): {2048: PERSISTENT | two(128, queries=2)},
+    (96, False): {1024: PERSISTENT | {"queries": 2}, math.inf: three(128, stored=True)},
+    (96, True): {
+        1024: PERSISTENT | {"queries": 2},
+        2048: PERSISTENT | three(128, stored=True),
+        math.inf: three(128, stored=True),
+    },
     (128, False): {2048: PERSISTENT | {"queries": 2, "sent": True}, math.inf: three(128, stored=True, turns=False)},
     (128, True): {2048: PERSISTENT | {"queries": 2}},
     (256, True): {2048: PERSISTENT | {"turns": False}},
 }
-PLAIN: dict[float, dict[str, Any]] = {2048: PERSISTENT}
-WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # the same of windows of up to 2048 keys, by head_dim
+CAPPED = {1024: PERSISTENT | three(128, stored=True), math.inf: three(128, stored=True)}
+SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
+SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
+WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
+OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
 
 def config_for(
@@ -125,13 +132,15 @@ def config_for(
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem in which queries see so many keys: the next larger dims of SHAPES, persistent
-    where tiles are short. kind: what else a Kind says."""
+    where tiles are short. kind: what else a Kind says. Parts of a sequence have the key blocks of the whole, for equal bits."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    if padded != wide or kind or variant.draws or not variant.computed:
-        shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
-        shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
-        return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
-    return _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
+    parts = kind.get("lie") is Parts and not kind["axes"] and not kind["by_list"]
+    if padded == wide and variant.computed and not variant.draws and (parts or not kind):
+        whole = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
+        return replace(whole, persistent=False, queries=1, sent=False, **kind) if kind else whole
+    shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
+    shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
+    return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
@@ -145,8 +154,10 @@ def _shape(padded: int, variant: Variant) -> dict[str, Any]:
 def _by_length(padded: int, variant: Variant) -> dict[float, dict[str, Any]]:
     """Up to how many keys what is other."""
     if variant.plain:
-        return BY_LENGTH.get((padded, variant.rising), PLAIN)
-    return PLAIN if variant.from_first or variant.scored else {2048: PERSISTENT | WINDOW.get(padded, {})}
+        return BY_LENGTH.get((padded, variant.rising), OTHERS)
+    if variant.scored and variant.from_first and not (variant.loads or variant.brings):
+        return SCORED_BY_LENGTH.get((padded, variant.bends), OTHERS)
+    return OTHERS if variant.from_first or variant.scored else {2048: PERSISTENT | WINDOW.get(padded, {})}
 
 
 @functools.lru_cache(1024)
