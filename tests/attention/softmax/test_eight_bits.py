@@ -241,6 +241,14 @@ def test_variants_have_their_values_turned_by_the_producer(turned_before):
     agree(OnInterpreter(), q, k, v, **block_units(q, k, v))
 
 
+@pytest.mark.gpu
+def test_values_turned_before_on_the_card(card):
+    """Where nobody asks for it: many queries read them."""
+    assert eight_bits.pays_to_turn(128, 2100, 12, 4, 132)
+    agree(card, *inputs(1, 2100, 700, 12, 3, 128), **units(1, 3))
+    agree(card, *inputs(1, 2100, 2300, 12, 3, 128), causal=True)
+
+
 @pytest.mark.parametrize(
     ("problem", "pays"),
     [
