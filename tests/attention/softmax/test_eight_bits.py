@@ -254,7 +254,7 @@ def test_values_turned_before_on_the_card(card):
     [
         ((128, 16384, 16, 1, 132), True),
         ((128, 2048, 128, 1, 132), True),
-        ((128, 1024, 256, 1, 132), False),  # each number is read by too few queries
+        ((128, 1536, 132, 1, 132), False),  # each number is read by too few queries
         ((128, 576, 256, 4, 132), True),  # ... unless heads share it
         ((128, 2048, 16, 1, 132), False),  # 192 rows a tile are two rounds of 192, as 128 are two of 128
         ((64, 16384, 32, 1, 132), False),
@@ -275,7 +275,7 @@ def test_what_turns_values_is_launched_before():
         _, plan, _ = forward._of_fp8.steps(given, None, options, "bshd")
         return [step.launch.title for step in plan.steps]
 
-    assert steps(700) == ["attend_fp8"]
+    assert steps(576) == ["attend_fp8"]
     assert steps(3000) == ["turn", "attend_fp8"]
 
 
