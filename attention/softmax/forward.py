@@ -66,7 +66,7 @@ VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("bloc
 FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
 IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
 
-AUTOGRAD = f"{__package__}.autograd"
+PACKAGE = sys.modules[__package__]
 
 
 @by_other_names
@@ -268,8 +268,8 @@ def forward(
 
 def _autograd() -> Any:
     """The module that takes tensors that require grad: it imports torch, which is there with them. An import statement would
-    take a microsecond of every call."""
-    found = sys.modules.get(AUTOGRAD)
+    take a microsecond of every call. The package has it once it is ready; sys.modules sooner, while another thread is at it."""
+    found = getattr(PACKAGE, "autograd", None)
     if found is None:
         from . import autograd as found
     return found
