@@ -257,8 +257,7 @@ class Program:
         if known.beyond:
             start = addresses[-1]
             addresses += [start + far for far in known.beyond]
-        if numbers:
-            addresses = [*addresses, *numbers]
+        addresses = (*addresses, *numbers)
         for step in known.steps:
             step.run(handle, addresses)
         if known.kind.waits and known.device is not None:
