@@ -96,16 +96,16 @@ class Frame:
             if self.grid != contents.grid:
                 config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = contents.grid
             self.holds = contents
-        self.place(addresses)
+        self.place(contents, addresses)
         for place, source, _ in contents.maps:
             tma.move(self.maps[place], addresses[source])
         if stream != self.stream:
             config.hStream, self.stream = driver.CUstream(stream), stream
 
-    def place(self, addresses) -> None:
-        """Say where the arrays lie of which it holds no maps."""
+    def place(self, contents: Contents, addresses) -> None:
+        """Say where the arrays lie of which there are no maps, the contents being those it holds."""
         memory, first = self.memory, self.first
-        for slot, source in self.holds.plain:
+        for slot, source in contents.plain:
             memory[first + slot] = addresses[source]
         self.addresses = tuple(addresses)
 
@@ -142,7 +142,7 @@ class Bound:
         if frame is None:
             frame = self._write(stream, addresses)
         elif not contents.maps and frame.addresses != addresses:
-            frame.place(addresses)
+            frame.place(contents, addresses)
         (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         if status:
             self._in_context(frame)

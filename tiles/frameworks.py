@@ -59,9 +59,10 @@ class Kind:
         needed: of each name, must there be an array?"""
         return None
 
-    def alike(self, arrays: list) -> tuple[Callable[..., bool], Callable[[], Any], Callable[[int], int]] | None:
-        """(whether arrays are all that these are but for their addresses, asked at once, what says that this is not to be
-        asked now, the current stream of a device), if there is such a question: see again.py."""
+    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Callable] | None:
+        """(whether arrays are all that these are but for their addresses, asked at once; what says that this is not to be
+        asked now; the current stream of a device), if there is such a question: see again.py. shapes, strides: those of these
+        arrays, in elements, None for what may be another."""
         return None
 
     def home(self, array: Array) -> Any:
@@ -150,13 +151,13 @@ class Torch(Kind):
         space = {"grads": self.torch.is_grad_enabled, "PAST": PAST}
         return eval(f"lambda {', '.join(needed)}: (({sort}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
 
-    def alike(self, arrays: list) -> tuple[Callable[..., bool], Callable[[], Any], Callable[[int], int]] | None:
+    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Callable] | None:
         stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
         if self.guards is None or stream is None or any([x.is_nested for x in arrays]):
             return None
         modes, grads = self.torch._C._len_torch_dispatch_stack, self.torch.is_grad_enabled
         busy = (lambda: modes() or grads()) if any([x.requires_grad for x in arrays]) else modes
-        check = self.guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        check = self.guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
         return (check, busy, stream) if check(*arrays) else None
 
     def home(self, array: Array) -> Any:

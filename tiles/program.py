@@ -31,7 +31,6 @@ Any number of threads may call at once: what is remembered does not change, and 
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ from . import again, jax_call, nvtx, recording, torch_op
 from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
+from .growing import Turns, Variable
 from .lengths import Trace, made
 from .loaded import together
 from .schema import Schema
@@ -232,7 +232,7 @@ class Program:
             known = self._planned(held or self._described(arrays), options, layout)
         else:
             if found is None:
-                known = self._learn(arrays, sort, lengths, held, options, layout)
+                known = self._learn(arrays, sort, lengths, held, options, layout, eager and stream is None)
             else:
                 known, call = found
                 if eager and stream is None and call is not False:
@@ -304,15 +304,19 @@ class Program:
         reader = kind_of(first, self.names[0]).reader(self.needed)
         return self.readers.setdefault(type(first), reader or self._read)
 
-    def _learn(self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str) -> Known:
+    def _learn(
+        self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str, eager: bool
+    ) -> Known:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         key = self, sort, options, layout
-        functions: tuple[Callable, ...] = FUNCTIONS.get(key) or ()
-        for function in functions:
-            known = function(lengths)
+        functions: tuple[Turns, ...] = FUNCTIONS.get(key) or ()
+        for turns in functions:
+            known = turns.function(lengths)
             if known:
-                if function is not functions[0]:  # lengths that grow ask for the same one again
-                    FUNCTIONS.put(key, (function, *[other for other in functions if other is not function]))
+                if turns is not functions[0]:  # lengths that grow ask for the same one again
+                    FUNCTIONS.put(key, (turns, *[other for other in functions if other is not turns]))
+                if eager and held is None and (call := turns.grow(self.names, known, arrays, lengths)):
+                    KNOWN.put((self, options, layout), call)
                 break
         else:
             described = held or self._described(arrays)
@@ -371,27 +375,30 @@ class Program:
             and all(array.pointer for array in described if array)
         )
 
-    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> Callable[[tuple], Known | None]:
+    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> Turns:
         """The function of lengths that plans as the planner does for these arrays."""
-        trace, number, names, given = Trace(), itertools.count(), [], {}
+        trace, names, given = Trace(), [], {}
+        variables: list[Variable] = []
 
-        def variables(values: Sequence[int]) -> list[Any]:
-            return [trace.variable(f"n{next(number)}", value) for value in values]
+        def variable(value: int, *where: int) -> Any:
+            variables.append(Variable(f"n{len(variables)}", *where))
+            return trace.variable(variables[-1].name, value)
 
-        for name, array in zip(self.names, described):
+        for place, (name, array) in enumerate(zip(self.names, described)):
             if array is None:
                 names.append("_")
                 continue
             form = array.form
             axes, _ = self.schema.rows[layout][name][len(form.shape)]
             unit = form.itemsize if in_elements else 1
-            shape, strides = variables(form.shape), variables([stride // unit for stride in form.strides])
-            (past,) = variables([form.past])
+            shape = [variable(n, place, again.SHAPE, axis) for axis, n in enumerate(form.shape)]
+            strides = [variable(stride // unit, place, again.STRIDES, axis) for axis, stride in enumerate(form.strides)]
+            past = variable(form.past, place, again.PAST)
             names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
             past = max(past, 0)  # so that the function is none for arrays that lie nowhere
             extents = tuple([n if axis in VARY else int(n) for n, axis in zip(shape, axes)])
             given[name] = form._replace(shape=extents, strides=tuple([unit * stride for stride in strides]), past=past)
-        return trace.function(f"{', '.join(names)},", self._plan(given, described[0], options, layout))
+        return Turns(trace, f"{', '.join(names)},", variables, self._plan(given, described[0], options, layout))
 
     def _check_apart(self, described: list, a: int, b: int) -> None:
         """ValueError if the arrays in these places share memory."""

@@ -25,7 +25,7 @@ def differentiated(*arrays: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
-    for x in arrays:  # half of what `any` of a list takes
+    for x in arrays:  # noqa: SIM110  half of what `any` takes
         if getattr(x, "requires_grad", False):
             return True
     return False

@@ -45,7 +45,7 @@ def test_the_same_addresses_write_nothing(gpu, monkeypatch):
     """And other ones, without maps, nothing else."""
     x, gpu.count, written = on_device(16, 16), 19, []
     real = bound_launches.Frame.place
-    monkeypatch.setattr(bound_launches.Frame, "place", lambda frame, args: written.append(args) or real(frame, args))
+    monkeypatch.setattr(bound_launches.Frame, "place", lambda frame, what, at: written.append(at) or real(frame, what, at))
     bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
     for stream, *addresses in ((3, 16, 32), (3, 16, 32), (3, 16, 48), (4, 16, 48), (4, 16, 48), (3, 16, 48)):
         bound(stream, *addresses)
