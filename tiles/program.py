@@ -323,7 +323,9 @@ class Program:
             known = self._planned(described, options, layout)
             if len(functions) < TURNS and self._of_lengths(described, known):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
-                    FUNCTIONS.put(key, (*functions, self._watched(described, held is None, options, layout)))
+                    turns = self._watched(described, held is None, options, layout)
+                    turns.last = lengths
+                    FUNCTIONS.put(key, (*functions, turns))
         KNOWN.put((self, sort, lengths, options, layout), (known, None))
         return known
 

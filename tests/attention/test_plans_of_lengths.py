@@ -1,5 +1,6 @@
-"""All programs on a device that is none: a call whose plan is found by a function of lengths, or that is served by what was written
-for the form of those before (tiles/again.py), launches what a call does that is planned anew, and is refused in the same words."""
+"""All programs on a device that is none: a call whose plan is found by a function of lengths, or that is served by what was
+written for the form of those before (tiles/again.py), launches what a call does that is planned anew, and is refused in the
+same words."""
 
 import contextlib
 import ctypes
@@ -200,7 +201,7 @@ def calls(draw, name):
         row: dtype if argument.holds == "tile" else draw(st.sampled_from(argument.dtypes)) for row, argument in rows.items()
     }
     options = tuple(draw(OPTIONS[option, kind]) for option, kind in _options(program.planner).items())
-    made, grows, gaps = [], draw(st.sampled_from([None, "", "T", "S", "ST", "B"])), {}
+    made, before, gaps, grows = [], {}, {}, draw(st.sampled_from([None, "", "T", "S", "ST", "B"]))
     for n in range(draw(st.integers(2, 5) if grows is None else st.integers(4, 6))):
         extents = fixed | {"B": draw(st.integers(1, 3)), "S": draw(LENGTH), "T": draw(LENGTH), "N": draw(st.integers(1, 5))}
         extents |= {
@@ -215,7 +216,7 @@ def calls(draw, name):
             extents |= {"B": 1, "E": extents["N"] + 1}
         else:
             extents["N"] = extents["B"]
-        if grows is not None and n:  # all else stays, and what grows does so by a little, but for once
+        if before and grows is not None:  # all else stays, and what grows does so by a little, but for once
             kept = {axis: before[axis] + draw(st.sampled_from([0, 1, 1, 2, 64])) for axis in grows if axis != "B"}
             extents = before | (kept if draw(st.integers(0, 4)) else {}) | {"B": extents["B"] if grows == "B" else before["B"]}
             extents |= {axis: extents["B"] for axis in "NCU" if before[axis] == before["B"]}
