@@ -8,7 +8,7 @@ most calls have the form of the last one with the same options. So where a form 
         at_q, .. = q.data_ptr(), ..
         if (at_q | ..) & ODD or not (at_q and ..): return OTHER
         ..
-        run0(handle, addresses)
+        step0.run(handle, addresses)
         return out
 
 `alike` is what torch.compile guards its graphs with: class, dispatch keys with those of the thread (inference mode, autocast,
@@ -72,7 +72,7 @@ def _values(known: Known | None) -> tuple | None:
         return None
     ends = [end for *_, low, high in known.apart for end in (low, high)]
     makers, offsets = [make for _, make in known.makers], [offset for _, offset in known.parts]
-    return *makers, *offsets, *known.beyond, *ends, *[step.run for step in known.steps], known.give
+    return *makers, *offsets, *known.beyond, *ends, *known.steps, known.give
 
 
 @functools.lru_cache(1024)
@@ -94,7 +94,7 @@ def _written(
     there, absent = [names[place] for place in given], [name for place, name in enumerate(names) if place not in given]
     values = [f"make{n}" for n in range(len(places))] + [f"offset{n}" for n in range(len(sources))]
     values += [f"beyond{n}" for n in range(beyond)] + [f"{end}{n}" for n in range(len(apart)) for end in ("low", "high")]
-    values += [*[f"run{n}" for n in range(steps)], "give"]
+    values += [*[f"step{n}" for n in range(steps)], "give"]
     asked = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
     asked += [f"{name}.is_nested" for name in there]  # of such a tensor `alike` asks what ends the process
     asked += ["busy()", f"not alike({', '.join(there)})"]
@@ -122,7 +122,7 @@ def _written(
         lines += [f"part{n} = {at[whose]} + offset{n}"]
         at[len(names) + n] = f"part{n}"
     at += [f"{at[-1]} + beyond{n}" for n in range(beyond)]
-    lines += [f"addresses = ({', '.join(at)}, *numbers)", *[f"run{n}(handle, addresses)" for n in range(steps)]]
+    lines += [f"addresses = ({', '.join(at)}, *numbers)", *[f"step{n}.run(handle, addresses)" for n in range(steps)]]
     taken = ["last", "plan"] if free else values
     body = "\n        ".join([*lines, f"return give(({', '.join(every)},))"])
     source = (

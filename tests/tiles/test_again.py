@@ -133,6 +133,15 @@ def test_results_that_are_given_and_several(summed):
     assert (made_out.shape, made_sums.shape) == ((4, 8), (4,)) and summed.read == 0
 
 
+def test_who_watches_launches_sees_them(summed, monkeypatch):
+    """As tiles.profile does: what steps do is looked up in each call."""
+    warm(summed, *tensors(4, 8), None, None, None)
+    seen, run = [], Noted.run
+    monkeypatch.setattr(Noted, "run", lambda step, *args: seen.append(step) or run(step, *args))
+    summed(*tensors(4, 8), None, None, None)
+    assert len(seen) == len(RUNS) == 1 and summed.read == 0
+
+
 def test_options_have_a_form_each(summed):
     x, y = tensors(4, 8)
     for factor in (2.0, 3.0):
