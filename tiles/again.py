@@ -17,7 +17,7 @@ not, every call is read.
 
 Such a function serves no call that differs in any of this, or has an explicit stream, or arrays at other addresses than
 multiples of ALIGNMENT: it gives OTHER, before anything is done, and the call is read as ever. Some extents and strides may be
-left out of the question (growing.py): then they are read, and what they decide is kept until they are others."""
+left out of the question (growing.py): then they are read, and what they decide is kept for the last few that there were."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 OTHER = object()  # what a function gives of a call that is not for it
 SHAPE, STRIDES, PAST = 0, 1, 2  # the parts of what is read of an array: see Program._read
 READS = "{}.size({})", "{}.stride({})"
+RECENT = 16  # values of what was left out of the question for which a function keeps what follows from them
 
 
 def made(
@@ -63,7 +64,7 @@ def made(
     if plan is None:
         return _written(*shape)(*ways, known.device, *values)
     now = tuple([lengths[place][part][axis] for place, part, axis in free])
-    return _written(*shape, tuple(free))(*ways, known.device, (now, values), lambda *now: _values(plan(*now)))
+    return _written(*shape, tuple(free))(*ways, known.device, {now: values}, lambda *now: _values(plan(*now)) or ())
 
 
 def _values(known: Known | None) -> tuple | None:
@@ -86,10 +87,10 @@ def _written(
     steps: int,
     free: tuple[tuple[int, int, int], ...] = (),
 ) -> Callable[..., Callable]:
-    """A function that makes such functions of (what Kind.alike gives, the device, values); with `free` of (.., the last values
-    of what is free and those that follow, a function that gives these of those). given: the places of arrays that are there.
-    places, sources: of what is made, and of parts. beyond: how many more scratch arrays there are. apart: the places of arrays
-    that must lie apart."""
+    """A function that makes such functions of (what Kind.alike gives, the device, values); with `free` of (.., a table of the
+    values that follow from those of what is free, a function that gives these of those). given: the places of arrays that are
+    there. places, sources: of what is made, and of parts. beyond: how many more scratch arrays there are. apart: the places of
+    arrays that must lie apart."""
     every, at = [*names], [f"at_{name}" if place in given else "0" for place, name in enumerate(names)]
     there, absent = [names[place] for place in given], [name for place, name in enumerate(names) if place not in given]
     values = [f"make{n}" for n in range(len(places))] + [f"offset{n}" for n in range(len(sources))]
@@ -104,8 +105,9 @@ def _written(
     lines += [f"if not ({' and '.join(at[place] for place in given)}): return OTHER"]
     if free:
         now = "".join([f"{READS[part].format(names[place], axis)}, " for place, part, axis in free])
-        lines += ["nonlocal last", f"now = ({now})", "before, values = last", "if before != now:", "    values = plan(*now)"]
-        lines += ["    if values is None: return OTHER", "    last = now, values", f"{', '.join(values)} = values"]
+        lines += [f"now = ({now})", "values = recent.get(now)", "if values is None:"]
+        lines += [f"    if len(recent) >= {RECENT}: recent.clear()", "    values = recent[now] = plan(*now)"]
+        lines += ["if not values: return OTHER", f"{', '.join(values)} = values"]  # of other turns
     for n, (a, b) in enumerate(apart):
         lines += [f"if low{n} < {at[b]} - {at[a]} < high{n}: return OTHER"]  # it will be refused by name
     lines += ["handle = stream_of(device)"]
@@ -123,7 +125,7 @@ def _written(
         at[len(names) + n] = f"part{n}"
     at += [f"{at[-1]} + beyond{n}" for n in range(beyond)]
     lines += [f"addresses = ({', '.join(at)}, *numbers)", *[f"step{n}.run(handle, addresses)" for n in range(steps)]]
-    taken = ["last", "plan"] if free else values
+    taken = ["recent", "plan"] if free else values
     body = "\n        ".join([*lines, f"return give(({', '.join(every)},))"])
     source = (
         f"def make(alike, busy, stream_of, device, {', '.join(taken)}):\n"
