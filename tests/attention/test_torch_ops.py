@@ -146,7 +146,7 @@ def test_a_plain_call_pays_a_few_calls(monkeypatch):
         _forward(None, arrays, options, "bshd")
     finally:
         sys.setprofile(None)
-    assert calls[0] == "__call__" and len(calls) < 16, calls
+    assert calls[0] == "__call__" and len(calls) < 20, calls
 
 
 def test_torch_is_not_imported():
