@@ -96,6 +96,8 @@ class Kind:
 
 class NumPy(Kind):
     def describe(self, x: np.ndarray, name: str) -> Array:
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(f"{name}: masked arrays are not supported")
         pointer, readonly = x.__array_interface__["data"]
         return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & PAST, readonly), x, self)
 

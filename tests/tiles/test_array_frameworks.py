@@ -161,6 +161,13 @@ def test_cuda_array_interface_masked(fake_cuda):
         describe(interface_of(sample(), mask=object()), "q")
 
 
+def test_numpy_masked():
+    """A class of NumPy's that is an array, too: what its mask hides would be computed with."""
+    with pytest.raises(TypeError, match="^q: masked arrays are not supported"):
+        describe(np.ma.masked_array(np.ones(3), [0, 1, 0]), "q")
+    assert describe(np.ones(3).view(type("Mine", (np.ndarray,), {})), "q").shape == (3,)
+
+
 def test_numba_class_has_the_interface():
     """A Numba device array is taken by its interface, which needs no GPU to see."""
     devicearray = pytest.importorskip("numba.cuda.cudadrv.devicearray")
