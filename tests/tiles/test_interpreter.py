@@ -13,7 +13,7 @@ from correct import R, S, attention_error, numbers, plan, two
 from numba import cuda
 
 from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
-from tiles import Hazard, fp32, rt
+from tiles import Hazard, fp32, launch, rt
 from tiles.interpreter import here, interpret
 from tiles.op import lowers, op
 from tiles.plumbing import void
@@ -187,6 +187,25 @@ def test_arrays_by_integers_and_slices():
     out = np.zeros((2, 4), np.int32)
     interpret(kernel, (2, 1, 1), 32, [np.array([0, 3], np.int32), out])
     np.testing.assert_array_equal(out, [[9, 1, 0, 0], [0, 4, 0, 9]])
+
+
+@pytest.mark.parametrize("ptx", [False, True])
+def test_integers_have_64_bits_whatever_they_were_read_from(ptx, monkeypatch):
+    """As Numba computes them: NumPy's own would go on with 8 or 32."""
+    million = np.int32(10**6)
+
+    @cuda.jit
+    def kernel(numbers, bytes_, n, out):
+        out[0] = numbers[0] * numbers[1]
+        out[1] = numbers[0] + 2147483647
+        out[2] = bytes_[0] - 1
+        out[3] = bytes_[1] * bytes_[1]
+        out[4] = n * million
+
+    monkeypatch.setenv("TILES_INTERPRET", "ptx" if ptx else "0")
+    numbers, out = np.array([10**5, 3 * 10**5], np.int32), np.zeros(5, np.int64)
+    launch(kernel, 1, 32)(numbers, np.array([0, 200], np.uint8), np.int32(10**6), out)
+    np.testing.assert_array_equal(out, [3 * 10**10, 10**5 + 2**31 - 1, -1, 40000, 10**12])
 
 
 @pytest.mark.parametrize("index", [np.int64(-1), np.int32(4), np.uint8(9)])

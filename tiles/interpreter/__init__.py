@@ -130,10 +130,13 @@ def _arguments(args):
 
 
 def _argument(a):
-    """An argument as kernels see it: a float in fp32, an array that says where an index leaves it."""
+    """An argument as kernels see it: a float in fp32, an integer without end, as none of theirs ends at 32 bits; an array that
+    says where an index leaves it."""
     if isinstance(a, tuple):
         values = map(_argument, a)
         return type(a)(*values) if hasattr(a, "_fields") else tuple(values)
+    if isinstance(a, np.integer):
+        return int(a)
     return np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a
 
 
