@@ -8,7 +8,20 @@ from numba.cuda import types
 
 import tiles
 from tiles import bf16, fp16, fp32, st, sv
-from tiles.arguments import DATA, ENDS, FLOAT, INT, array, array_slots, array_type, declared, parameter, parameters, signature, tiled
+from tiles.arguments import (
+    DATA,
+    ENDS,
+    FLOAT,
+    INT,
+    array,
+    array_slots,
+    array_type,
+    declared,
+    parameter,
+    parameters,
+    signature,
+    tiled,
+)
 from tiles.arrays import c_ordered
 from tiles.plumbing import Value
 from tiles.types import gl
@@ -50,7 +63,8 @@ def numbered(x: array(1, fp32), n: INT, s: FLOAT):
 
 @pytest.mark.parametrize("ptx", [False, True])
 @pytest.mark.parametrize(
-    "n, s", [(7, 2), (np.int64(7), np.float16(2)), (np.uint8(7), np.float64(2)), (7, True), (True, np.int8(2)), (np.bool_(1), 2.0)]
+    "n, s",
+    [(7, 2), (np.int64(7), np.float16(2)), (np.uint8(7), np.float64(2)), (7, True), (True, np.int8(2)), (np.bool_(1), 2.0)],
 )
 def test_numbers_are_what_the_kernel_declares(n, s, ptx, monkeypatch):
     """Whatever they come as: they are no arrays, though NumPy's have a shape."""

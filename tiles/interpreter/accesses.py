@@ -25,9 +25,9 @@ DEEDS = {"source": (READ,), "pool": (READ,), "pages": (READ,), "target": (WRITE,
 
 
 class Accesses:
-    """Of the blocks that run on these arrays. The marks lie in memory that forked processes share: of each array one that it was
-    read and one that it was written, and a last one that blocks in two processes stored to one element. strict: a Clash, which
-    each of these is, ends the block that brings it about."""
+    """Of the blocks that run on these arrays. The marks lie in memory that forked processes share: of each array that it was
+    read and that it was written, and a last one, that blocks in two processes stored to one element. strict: a Clash ends the
+    block that brings it about."""
 
     def __init__(self, arrays):
         spans = []  # [start, end) of bytes

@@ -84,8 +84,8 @@ class Claims(Stores):
     """The same of clusters in several processes: what one of them stores to is its own. Another's store there is a Clash, after
     which all run one after the other, and find whether it is a race and whose.
 
-    before: what was stored until now. spans: of the arrays, (start, end, where it starts in `before`, bytes of its least element).
-    give_up: is called at a clash."""
+    before: what was stored until now. spans: of the arrays, (start, end, where it starts in `before`, bytes of an element, the
+    least one). give_up: is called at a clash."""
 
     def __init__(self, before, spans, give_up):
         super().__init__()
@@ -118,8 +118,8 @@ class Claims(Stores):
 
 
 def _elements(view, start, size, numbers):
-    """Of numbers, one for each `size` bytes from address `start` on, those of a view's elements, as a view; None if these do not
-    lie so."""
+    """Of numbers, one for each `size` bytes from address `start` on, those of a view's elements, as a view; None if these lie
+    otherwise."""
     at = view.__array_interface__["data"][0] - start
     if at % size or any(stride % size for stride in view.strides):
         return None
