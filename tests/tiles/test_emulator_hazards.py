@@ -10,7 +10,7 @@ import pytest
 from broken import guilty
 from numba import cuda
 
-from ops import cluster, commit_group, copy_async, load, raw, store, subtile, wait_group, warpgroup, zeros
+from ops import cluster, commit_group, copy_async, load, raw, store, subtile, tile_any, wait_group, warpgroup, zeros
 from tiles import Hazard, barrier, bf16, fp32, rt, shared, st, sv, tensor
 from tiles.arguments import parameter
 from tiles.compiler import Lowered
@@ -253,6 +253,46 @@ def read_and_write(out):
 def release():
     X.open()
     warpgroup.release_registers(24)  # guilty
+
+
+HALF = ".reg .pred h;\n.reg .b32 t;\nmov.u32 t, %tid.x;\nsetp.lt.u32 h, t, 64;\n"  # h: of warps 0 and 1
+
+
+@broken("registers set anew with no meeting", without("bar.sync", 1), "registers", "warpgroup.sync", "setmaxnreg.inc", 4, X)
+def take_back():
+    X.open()
+    warpgroup.release_registers(80)
+    warpgroup.sync()
+    warpgroup.claim_registers(96)  # guilty
+
+
+@broken(
+    "registers of two warps",
+    instead("setmaxnreg.dec", f"{HALF}@h setmaxnreg.dec"),
+    "collective",
+    "warp 2 has not come to a deed of its warpgroup: setmaxnreg 80",
+    "@h setmaxnreg.dec",
+    4,
+    X,
+)
+def give():
+    X.open()
+    warpgroup.release_registers(80)  # guilty
+
+
+@broken(
+    "a vote that half of the warps take for a meeting",
+    instead("bar.red", f"{HALF}@h bar.sync 15, 128;\n@!h bar.red"),
+    "collective",
+    "named barrier 15 is met at by some, and voted at by others",
+    "@",
+    4,
+    X,
+)
+def vote(out):
+    X.open()
+    if warpgroup.reduce_any(tile_any(load(out, R, (0, 0)))):  # guilty
+        store(out, zeros(R), (0, 0))
 
 
 @broken("a barrier for more than come", instead("mov.u32 \t%r3, 64", "mov.u32 %r3, 96"), "deadlock", "", "bar.sync", 3)

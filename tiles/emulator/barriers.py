@@ -185,7 +185,7 @@ def _(match, w, at):
     bar = w.block.named(number, threads)
     votes = w.block.votes.setdefault((number, bar.opened), [])
     votes.append(operand(flag, np.bool_)(w))
-    bar.meet(_Together(w), threads)
+    bar.meet(_Together(w), threads, vote=True)
     w.set(into, np.full(LANES, (np.any if match[1] == "or" else np.all)(votes)))
 
 

@@ -165,14 +165,17 @@ class Named:
     """A named barrier (bar.sync, bar.arrive)."""
 
     def __init__(self, number, threads, block):
-        self.number, self.threads, self.warps, self.opened = number, threads, block.agents.warps, 0
+        self.number, self.threads, self.warps, self.opened, self.vote = number, threads, block.agents.warps, 0, False
         self.arrived = {}  # warp -> place, in this generation
         self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
         self.clock, self.published = np.zeros(block.agents.count, np.int64), {}
 
-    def meet(self, warp, threads, sync=True, what=""):
-        """Arrive, and unless `sync` is false wait until `threads` threads have."""
+    def meet(self, warp, threads, sync=True, what="", vote=False):
+        """Arrive, and unless `sync` is false wait until `threads` threads have. vote: bar.red, which all must say."""
         place = warp.place()
+        if self.arrived and vote != self.vote:
+            cause = f"{what}named barrier {self.number} is met at by some, and voted at by others"
+            raise warp.hazard(cause, "collective", *self.arrived.values())
         if threads != self.threads and self.arrived:
             cause = f"named barrier {self.number} is used with {threads} and {self.threads} threads at once"
             raise warp.hazard(cause, "collective")
@@ -184,7 +187,7 @@ class Named:
                 f"{what}arrives on named barrier {self.number}, and nothing orders this after its opening number {self.opened}"
             )
             raise warp.hazard(f"{cause}, for which it might have counted", "arrivals")
-        self.threads, generation = threads, self.opened
+        self.threads, self.vote, generation = threads, vote, self.opened
         note(Arrived, (self, generation + 1))
         self.arrived[warp.index], self.arrivals[warp.agent] = place, warp.tick()
         np.maximum(self.clock, warp.clock, out=self.clock)

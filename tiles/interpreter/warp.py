@@ -27,7 +27,7 @@ class Warp(greenlet):
         self.copier = block.agents.warps + self.agent  # the agent of its copies by cp.async
         self.clock = np.zeros(block.agents.count, np.int64)
         self.ready, self.why, self.at = None, lambda: "", None
-        self.registers = block.entry_registers
+        self.registers, self.settings = block.entry_registers, 0
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
         self.overwritten = None  # by a bulk store that adds nothing, since it counted (ops/memory/counts.py): that store's deed
@@ -339,6 +339,8 @@ class Warp(greenlet):
             verb = "claims" if more else "keeps"
             raise self.hazard(f"{verb} {n} registers a thread, and it has {self.registers}", "registers")
         self.together(f"setmaxnreg {n}")
+        self.block.check_met(self, self.settings)
+        self.settings += 1
         self.block.take_registers(self, n)
 
     def issue(self, compute, slab, *operands):
@@ -409,6 +411,16 @@ class Warp(greenlet):
         if known < self.mmas:
             place = block.mmas[self.group][known].places[self.rank]
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", place)
+        self.close_deeds()
+
+    def close_deeds(self):
+        """At the block's end: has it done what its warpgroup's other warps did together?"""
+        deeds = self.block.deeds[self.group]
+        if self.collectives < len(deeds):
+            deed, place = deeds[self.collectives]
+            raise Hazard(
+                "collective", f"the block ends, and warp {self.index} has not come to a deed of its warpgroup: {deed}", place
+            )
 
 
 class Mma:
