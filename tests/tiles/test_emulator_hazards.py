@@ -113,6 +113,15 @@ PARITY = r"(mbarrier.try_wait\S* \w+, \[\S+\]), \S+;"
 @broken(
     "no fence of the set-up", without("fence.mbarrier_init"), "fence", "no fence.mbarrier_init", "cp.async.bulk.tensor", 1, X
 )
+@broken(
+    "a fence of global memory after the set-up",
+    instead("fence.mbarrier_init.release.cluster", "fence.proxy.async.global"),
+    "fence",
+    "no fence.mbarrier_init",
+    "cp.async.bulk.tensor",
+    1,
+    X,
+)
 @broken("no expect", without("mbarrier.arrive.expect_tx"), {"deadlock", "bytes"}, "", "mbarrier.try_wait", 1, X)
 def bring(small, out):
     x, full = X.open()
@@ -125,6 +134,24 @@ def bring(small, out):
 # ---- TMA stores ----------------------------------------------------------------------------------------------------
 @broken(
     "store without fence", without("fence.proxy.async"), "fence", "no fence.proxy.async after the write", "cp.async.bulk", 1, X
+)
+@broken(
+    "store with a fence of global memory",
+    instead("fence.proxy.async.shared::cta", "fence.proxy.async.global"),
+    "fence",
+    "no fence.proxy.async after the write",
+    "cp.async.bulk",
+    1,
+    X,
+)
+@broken(
+    "store with a fence of barriers alone",
+    instead("fence.proxy.async.shared::cta", "fence.mbarrier_init.release.cluster"),
+    "fence",
+    "no fence.proxy.async after the write",
+    "cp.async.bulk",
+    1,
+    X,
 )
 @broken("store without sync", without("bar.warp.sync"), {"race", "fence"}, "after the write", "cp.async.bulk.tensor", 1, X)
 @broken(
@@ -406,6 +433,15 @@ def test_a_tensor_copy_begins_at_a_multiple_of_128_bytes():
 
     with pytest.raises(Hazard, match="the TMA load: shared memory at .* no multiple of 128"):
         emulate(bring_the_second, (1, 1, 1), 32, [tensor(np.zeros(16, np.float32), sv(16, fp32))], plan)
+
+
+@pytest.mark.parametrize("fence", ["fence.proxy.async", "fence.proxy.async.shared::cta"])
+def test_a_fence_of_shared_memory_is_one_of_barriers_too(fence):
+    """For copies by the same block (CUDA C++ Programming Guide, on bulk copies)."""
+    kernel = cuda.jit(bring)
+    args = arguments(bring)
+    text = instead("fence.mbarrier_init.release.cluster", fence)(compiled(kernel, args))
+    emulate(kernel, (1, 1, 1), 32, args, X, lowered=SimpleNamespace(ptx=lambda: text))
 
 
 def lane_by_lane(kernel):
