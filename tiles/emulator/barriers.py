@@ -25,7 +25,8 @@ class ByParity(Mbarrier):
     def wait(self, warp, parity, everything=True):
         """The active lanes wait until the phase of this parity is complete, and know what that lets them know; but for
         `everything`, not what peers wrote to this block's memory."""
-        known = int(warp.clocks[warp.mask, self.agent].min())
+        clock = warp.clocks[warp.mask].min(0)
+        known = max(n for n in range(int(clock[self.agent]), self.phase + 1) if self.is_known(clock, n))
         wanted = known if (known - 1) & 1 == parity else known + 1
         if wanted > known:
             self._missed(warp, wanted, "")

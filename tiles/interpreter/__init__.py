@@ -19,10 +19,10 @@ from lane to lane.
 **What it watches.** Shared memory (shadow.py), barriers (barriers.py, rings.py), mmas and copies in flight, the limits of
 arrays, setmaxnreg; hazard.py lists the kinds of Hazard. A verdict rests on what the kernel orders, not on what this run
 happened to do first, so it is the same on every schedule. Where the PTX ISA is silent: a fence.proxy.async anywhere on the
-way from the ordinary access to the asynchronous one will do; an mma is over for its four warps at once. The blocks of a
-cluster run together (cluster.py), and what they do to each other's shared memory is watched like the rest; in addition, a
-block must have set its memory up before a peer reaches into it, and must not end before that is known to be over. The
-hardware's barrier does not wait for warps that have ended; here they must come.
+way from the ordinary access to the asynchronous one will do. The blocks of a cluster run together (cluster.py), and what
+they do to each other's shared memory is watched like the rest; in addition, a block must have set its memory up before a
+peer reaches into it, and must not end before that is known to be over. The hardware's barrier does not wait for warps that
+have ended; here they must come.
 
 **What it does not see.** Another path through the kernel: other arguments, a branch on data. Races on global memory, between
 blocks or within one, but for two stores of other values to one element (stores.py). Integers that pass 2^31, and integers that

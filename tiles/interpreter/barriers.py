@@ -23,18 +23,23 @@ class Mbarrier:
         self.due, self.bytes, self.phase = count, 0, 0
         self.clock = np.zeros(block.agents.count, np.int64)
         self.published = [self.clock.copy()]
-        self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
+        self.arrivals = np.zeros(self.warps, np.int64)
         self.arrived, self.expected, self.flying = [], None, []  # in this phase: places, the last expectation, copies
-        self.bytes_came = False  # in the phase before
+        self.complete = [self.arrivals]  # of each phase: the warps' times at its arrivals; None of one for which bytes came
         self.waits = {}  # warp -> its last wait: (phase, time, place)
         self.last_copy = None
         block.mbarriers.append(self)
 
     def knows(self, warp, phase):
         """Does the warp know that `phase` phases are complete, on any schedule?"""
-        if phase <= 0 or warp.clock[self.agent] >= phase:
+        return self.is_known(warp.clock, phase)
+
+    def is_known(self, clock, phase):
+        """Does one who knows `clock`?"""
+        if phase <= 0 or clock[self.agent] >= phase:
             return True
-        return phase == self.phase and not self.bytes_came and (warp.clock[: self.warps] >= self.before).all()
+        arrivals = self.complete[phase] if phase <= self.phase else None
+        return arrivals is not None and bool((clock[: self.warps] >= arrivals).all())
 
     def _enter(self, warp, what, kind):
         if not self.knows(warp, self.phase):
@@ -110,9 +115,9 @@ class Mbarrier:
                     place,
                     waited,
                 )
-        self.bytes_came = self.expected is not None
+        self.complete.append(self.arrivals if self.expected is None else None)
         self.phase, self.due, self.expected, self.arrived = self.phase + 1, self.count, None, []
-        self.before, self.arrivals = self.arrivals, np.zeros_like(self.arrivals)
+        self.arrivals = np.zeros_like(self.arrivals)
         self.clock[self.agent] = self.phase
         if self.on_phase:
             self.on_phase(warp)
