@@ -102,6 +102,8 @@ class Kind:
 
 class NumPy(Kind):
     def describe(self, x: np.ndarray, name: str) -> Array:
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(f"{name}: masked arrays are not supported")
         pointer, readonly = x.__array_interface__["data"]
         return Array(pointer, Form(x.shape, x.strides, _name(x.dtype), None, x.itemsize, pointer & PAST, readonly), x, self)
 
@@ -131,6 +133,9 @@ class Torch(Kind):
             strides = tuple([size * stride for stride in x.stride()])
             if not pointer and x.numel():
                 raise TypeError(f"{type(x).__name__} has no memory to address")
+            for lazy, does, cure in (x.is_neg(), "negates", "resolve_neg"), (x.is_conj(), "conjugates", "resolve_conj"):
+                if lazy:
+                    raise TypeError(f"torch {does} this view as it is read; pass {name}.{cure}()")
         except (RuntimeError, TypeError) as error:  # sparse, nested, meta, under vmap: no memory to address
             raise TypeError(f"{name}: {error}") from error
         return Array(pointer, Form(tuple(x.shape), strides, dtype, ordinal, size, pointer & PAST), x, self)
@@ -138,17 +143,19 @@ class Torch(Kind):
     def reader(self, needed: dict[str, bool]) -> Callable:
         """One expression over all of them, as a loop would take half as long again.
 
-        A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses. The device is read as
-        a number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these
-        are at address 0 they have a form of their own, too."""
+        A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses; so has a view that
+        torch negates as it is read: of float32 alone, the imaginary part of a complex64. The device is read as a number, which
+        compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these are at address 0
+        they have a form of their own, too."""
 
         def each(what: str, absent: str) -> str:
             tests = (("" if must else f"{absent} if {name} is None else ") + what.format(name) for name, must in needed.items())
             return "".join(f"{one}, " for one in tests)
 
-        sort = each("({0}.dtype, {0}.get_device(), {0}.requires_grad and grads())", "None")
+        odd = "{0}.requires_grad and grads() or type_{0} is FLOAT32 and {0}.is_neg()"
+        sort = each(f"(type_{{0}} := {{0}}.dtype, {{0}}.get_device(), {odd})", "None")
         lengths = each("({0}.shape, {0}.stride(), at_{0} & PAST if (at_{0} := {0}.data_ptr()) else -1)", "None")
-        space = {"grads": self.torch.is_grad_enabled, "PAST": PAST}
+        space = {"grads": self.torch.is_grad_enabled, "PAST": PAST, "FLOAT32": self.torch.float32}
         return eval(f"lambda {', '.join(needed)}: (({sort}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
 
     def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Callable] | None:

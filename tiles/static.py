@@ -23,6 +23,7 @@ Two objects are equal if the code of their classes, of the functions in their fi
 their other fields are: an equal lambda, written twice, finds the kernel that was compiled before, in this process and on disk.
 """
 
+import contextlib
 import functools
 import typing
 from collections import OrderedDict
@@ -87,12 +88,12 @@ def _digest(value):
         mark = _mark(tuple(getattr(value, name) for name in type(value).__dataclass_fields__))
     except (TypeError, ValueError, RecursionError):  # a cell without a value, a helper that calls itself
         return Digest()(value)
-    if mark not in known:
-        known[mark] = Digest()(value)
-        if len(known) > REMEMBERED:
+    found = known.pop(mark, None) or Digest()(value)
+    known[mark] = found  # last; another thread may have let it go meanwhile
+    if len(known) > REMEMBERED:
+        with contextlib.suppress(KeyError):
             known.popitem(last=False)
-    known.move_to_end(mark)
-    return known[mark]
+    return found
 
 
 def _mark(value):

@@ -21,7 +21,7 @@ def load_transposed(tile, spec, fenced=True):
     """The warp's 16 rows of tile.T, as `spec`: rt(16, tile.rows) of the tile's dtype, from a 2-byte shared tile of 64 columns,
     16 a warp. It is what wgmma takes as its left operand, and ldmatrix transposes on the way. fenced: as of `load`."""
     first = BASE * here().rank
-    return here().read(tile, fence=fenced)[:, first : first + BASE].T
+    return here().read(tile, fence=fenced, cols=range(first, first + BASE)).T
 
 
 @lowers(load_transposed)

@@ -1,9 +1,10 @@
 """What mistakes say, see test_errors.py: those of products, loads and stores, and of warpgroups."""
 
 from mistakes import WIDE, B, Cases, E, S, T, check, smem
+from numba import cuda
 
 import tiles
-from ops import lane_sum, load, raw, row_max, store, warpgroup, zeros
+from ops import lane_sum, load, raw, row_max, store, subtile, warpgroup, zeros
 from tiles import bf16, fp16, rt
 
 says = Cases()
@@ -218,6 +219,24 @@ def a_number_of_registers_that_setmaxnreg_refuses(x, g):
 def waiting_for_a_tile_as_for_a_barrier(x, g):
     s, _, _, _ = smem.open()
     raw.wait(s, 1)
+
+
+@says("raw.tma_load: the array is cut into st(64, 64, bf16), got st(64, 48, fp16)")
+def loading_a_tile_of_another_type(x, g):
+    _, v, _, bar = smem.open()
+    raw.tma_load(v, g, (0, 0), bar)
+
+
+@says("raw.tma_store: the array is cut into st(64, 64, bf16), got st(32, 64, bf16) of 64 rows")
+def storing_half_of_a_tile(x, g):
+    s, _, _, _ = smem.open()
+    raw.tma_store(g, (0, 0), subtile(s, 32, 1))
+
+
+@says("raw.tma_load: `at` must be up to 2 integers, got int64, int64, int64")
+def loading_from_a_third_axis(x, g):
+    s, _, _, bar = smem.open()
+    raw.tma_load(s, g, (cuda.blockIdx.x + 2**40, cuda.blockIdx.y + 2**40, cuda.blockIdx.y + 2**40), bar)
 
 
 @says.sweep

@@ -231,7 +231,7 @@ def test_warnings_come_once_and_speak_of_the_kernel():
 
 
 # ---- what is remembered --------------------------------------------------------------------------------------------
-def test_figures_are_remembered(monkeypatch, tmp_path, settled):
+def test_figures_are_remembered(monkeypatch, tmp_path, settled, request):
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
     compiled = []
 
@@ -242,6 +242,7 @@ def test_figures_are_remembered(monkeypatch, tmp_path, settled):
         )
 
     home = python.getmodule(look)
+    request.addfinalizer(home.reading.cache_clear)
     monkeypatch.setattr(home, "compile_kernel", counting)
     monkeypatch.setattr(home.sass, "listing", lambda cubin: ())
     monkeypatch.setattr(home.sass, "instructions", lambda cubin: {"NOP": 1})
@@ -259,5 +260,8 @@ def test_figures_are_remembered(monkeypatch, tmp_path, settled):
     look(make(3), (array(1),), "sm_90a")  # other code,
     look(make(2), (array(1),), "sm_80")  # another architecture,
     monkeypatch.setattr(home.sass, "version", lambda: "another")
-    look(make(2), (array(1),), "sm_90a")  # or another disassembler is another key
-    assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a"]
+    look(make(2), (array(1),), "sm_90a")  # another disassembler,
+    monkeypatch.setattr(home, "__file__", __file__)
+    home.reading.cache_clear()
+    look(make(2), (array(1),), "sm_90a")  # or another way to read it is another key
+    assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a", "sm_90a"]

@@ -53,7 +53,7 @@ class Warp(greenlet):
         self.own = np.arange(LANES), self.first + np.arange(LANES)
         self.time, self.synced = 0, 0
         self.ready, self.why, self.at = None, lambda: "", None
-        self.registers = block.entry_registers
+        self.registers, self.settings = block.entry_registers, 0
         self.met, self.waited, self.met_at, self.collectives = 0, 0, None, 0
         self.instruction = program.code[0]
         self.mask, self.full = np.ones(LANES, bool), True
@@ -66,11 +66,12 @@ class Warp(greenlet):
         self.pending, self.fenced = set(), ([], None)  # registers that hold promises; values at the last wgmma.fence, their ids
 
     # -- time, messages: as in the interpreter
-    until, hazard, together, set_registers = (
+    until, hazard, together, set_registers, close_deeds = (
         Interpreted.until,
         Interpreted.hazard,
         Interpreted.together,
         Interpreted.set_registers,
+        Interpreted.close_deeds,
     )
     _allowed, __str__ = Interpreted._allowed, Interpreted.__str__
 
@@ -294,3 +295,4 @@ class Warp(greenlet):
                 raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.deed}", work.place)
         if late := [mma for group in [*self.mma_groups[self.mmas_done :], self.mmas] for mma in group]:
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", late[0].place)
+        self.close_deeds()

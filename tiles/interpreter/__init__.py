@@ -19,10 +19,10 @@ from lane to lane.
 **What it watches.** Shared memory (shadow.py), barriers (barriers.py, rings.py), mmas and copies in flight, the limits of
 arrays, setmaxnreg; hazard.py lists the kinds of Hazard. A verdict rests on what the kernel orders, not on what this run
 happened to do first, so it is the same on every schedule. Where the PTX ISA is silent: a fence.proxy.async anywhere on the
-way from the ordinary access to the asynchronous one will do; an mma is over for its four warps at once. The blocks of a
-cluster run together (cluster.py), and what they do to each other's shared memory is watched like the rest; in addition, a
-block must have set its memory up before a peer reaches into it, and must not end before that is known to be over. The
-hardware's barrier does not wait for warps that have ended; here they must come.
+way from the ordinary access to the asynchronous one will do. The blocks of a cluster run together (cluster.py), and what
+they do to each other's shared memory is watched like the rest; in addition, a block must have set its memory up before a
+peer reaches into it, and must not end before that is known to be over. The hardware's barrier does not wait for warps that
+have ended; here they must come.
 
 **What it does not see.** Another path through the kernel: other arguments, a branch on data. Races on global memory, between
 blocks or within one, but for two stores of other values to one element (stores.py). Integers that pass 2^31, and integers that
@@ -130,10 +130,13 @@ def _arguments(args):
 
 
 def _argument(a):
-    """An argument as kernels see it: a float in fp32, an array that says where an index leaves it."""
+    """An argument as kernels see it: a float in fp32, an integer without end, as none of theirs ends at 32 bits; an array that
+    says where an index leaves it."""
     if isinstance(a, tuple):
         values = map(_argument, a)
         return type(a)(*values) if hasattr(a, "_fields") else tuple(values)
+    if isinstance(a, np.integer):
+        return int(a)
     return np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a
 
 
