@@ -136,8 +136,8 @@ _compile = compiler.CompilerBase._compile_core
 
 
 def _compiled(self):
-    """What a function is compiled to. Its statements and variables, which nobody needs any more, hold on to each other, as what
-    `_Inferer` leaves does: to let such knots go took the collector of garbage a tenth of all time, and here takes a thousandth."""
+    """What a function is compiled to. Its statements and variables, which nobody needs any more, hold on to each other, as does
+    what `_Inferer` would leave. To let all that go took the collector of garbage a tenth of the time that Numba takes."""
     found = _compile(self)
     function = self.state.func_ir
     for block in function.blocks.values():
