@@ -377,7 +377,7 @@ def grain(head_dim: int, value_dim: int) -> int:
     """Keys that are whole blocks of any kernel of these dims: a part of the keys that begins there has the blocks that the
     whole has, and sums have the same order."""
     padded = min(d for d in hopper.SHAPES if d >= max(head_dim, value_dim))
-    tables = hopper.SHAPES, hopper.ROOMY, hopper.LOADED, hopper.FETCHED, hopper.BROUGHT, hopper.SCORED
+    tables = hopper.SHAPES, hopper.ROOMY, hopper.LOADED, hopper.SCORED
     others: tuple[Any, ...] = (ampere.SHAPES, ampere.BUSY, ampere.LOADED, *ampere.ROOMS.values())
     keys = [table[padded]["kv"] for table in tables if padded in table]
     return math.lcm(*keys, *[table[padded][0] for table in others if padded in table])

@@ -17,6 +17,7 @@ from tiles.compiler import Lowered
 from tiles.emulator import emulate
 from tiles.emulator.barriers import the_lane
 from tiles.emulator.table import meaning
+from tiles.emulator.text import read
 
 S, G, R = st(16, 64, bf16), st(64, 64, bf16), rt(16, 64, fp32)
 X = shared(x=S, full=barrier(1))
@@ -442,6 +443,33 @@ def test_a_fence_of_shared_memory_is_one_of_barriers_too(fence):
     args = arguments(bring)
     text = instead("fence.mbarrier_init.release.cluster", fence)(compiled(kernel, args))
     emulate(kernel, (1, 1, 1), 32, args, X, lowered=SimpleNamespace(ptx=lambda: text))
+
+
+def test_lines_are_found_for_what_fails():
+    """A kernel is compiled without a table of lines: which line of Python is guilty is asked of one that has it."""
+
+    def skip_the_wait(source, out):
+        x, _ = X.open()
+        copy_async(x, source, (0, 0))
+        commit_group()
+        store(out, load(x, R), (0, 0))  # guilty
+
+    jitted, args = cuda.jit(skip_the_wait), arguments(skip_the_wait)
+    with pytest.raises(Hazard) as caught:
+        emulate(jitted, (1, 1, 1), 32, args, X)
+    python, number = re.fullmatch(r"(.*), PTX line (\d+) `ld[^`]*`", caught.value.line).groups()
+    assert python in guilty(skip_the_wait)
+    assert compiled(jitted, args).splitlines()[int(number) - 1].strip().startswith("ld")
+
+
+def test_lines_of_other_code_are_not_shown():
+    """Nothing promises that a kernel with a table of lines is the same instructions."""
+    text = compiled(cuda.jit(product), [numbers(64), np.zeros((64, 64), np.float32)])
+    plain, other = read(text), read(text)
+    plain.with_lines = lambda: other.code[1:]
+    assert plain.shown is plain.code
+    other.with_lines = lambda: plain.code
+    assert other.shown is plain.code
 
 
 def lane_by_lane(kernel):

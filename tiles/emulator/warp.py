@@ -28,6 +28,25 @@ def _busiest(at, size):
     return max(max(Counter(word % 32 for word in asked).values()) for asked in passes)
 
 
+class At(Place):
+    """A warp and the instruction that it is at; within: its program, the instruction."""
+
+    @property
+    def _shown(self):
+        program, at = self.within
+        return program.shown[at.index]
+
+    @property
+    def frames(self):
+        """The line of Python that the instruction comes from."""
+        return (self._shown.place,)
+
+    @property
+    def code(self):
+        """The instruction, and its line in the text."""
+        return f"PTX line {self._shown.number} `{self._shown.text[:100]}`"
+
+
 class Thread:
     """One lane, as barriers see it."""
 
@@ -97,8 +116,7 @@ class Warp(greenlet):
 
     def place(self):
         """The instruction, and the line of Python that it comes from."""
-        at = self.instruction
-        return Place(self.block.index, self.index, (at.place,), f"PTX line {at.number} `{at.text[:100]}`")
+        return At(self.block.index, self.index, (self.program, self.instruction))
 
     def converged(self, deed):
         """All lanes must be here."""

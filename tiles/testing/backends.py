@@ -79,7 +79,7 @@ def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
     kernel = _alike(kernel, types, arch)
     known = _looked_at.setdefault(kernel, set())
     if (types, arch) not in known:
-        lowered = Lowered(kernel, types, arch, lines=True)
+        lowered = Lowered(kernel, types, arch)
         text = program(kernel, types, arch, lowered)
         asked = text.local or any(at.opcode.startswith(("wgmma", "setmaxnreg")) for at in text.code)
         if asked or pressure(text) >= REGISTERS:
