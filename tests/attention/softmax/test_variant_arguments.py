@@ -44,7 +44,7 @@ INVALID = [
     (dict(mask=lambda b, h, i, j: i < 3 and j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth"),
     (dict(mask=lambda b, h, i, j: 0 <= i - j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth "
      "value of an array with more than one element is ambiguous. Use a.any() or a.all(); it has no `if`, `and`, `or`, `not"),
-    (dict(score=lambda s, b, h, i, j: (s, j)), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: it gives a tup"),
+    (dict(score=lambda s, b, h, i, j: (s, j)), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: it gives a t"),
     (dict(mask=lambda b, h, i, j: None), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: it gives nothing"),
     (dict(mask=lambda b, h, i, j: (i < 3)[0, 0, 0]), T, "mask: mask(b, h, i, j) fails on NumPy arrays: IndexError: "),
     # how they are called
