@@ -158,8 +158,8 @@ class Gradient(Fused):
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
         """The function's, with its defaults, and the gradients by its results."""
         if named:
-            given = f"the arguments of {self.function.name} and the gradients by its results"
-            raise TypeError(f"{self.name}: takes {given}, by place")
+            arguments = f"the arguments of {self.function.name} and the gradients by its results"
+            raise TypeError(f"{self.name}: takes {arguments}, by place")
         known = [len(self.names) - len(self.function.names)] if self.count else range(1, len(arrays))
         for more in known:
             try:
