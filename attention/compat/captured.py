@@ -58,12 +58,11 @@ class Reads(NamedTuple):
 
 class Written(NamedTuple):
     """Functions in the words of kernels. arrays: the further arguments, in order. paths: to each array, from the function of a
-    name; held: the same to the numbers that are written down."""
+    name."""
 
     functions: dict[str, Any]
     arrays: list[Any]
     paths: list[tuple[str, Path]]
-    held: list[tuple[str, Path]]
 
 
 def freed(functions: dict[str, Any]) -> tuple[dict[str, Any], tuple]:
@@ -83,7 +82,8 @@ def freed(functions: dict[str, Any]) -> tuple[dict[str, Any], tuple]:
 
 def _held(names: tuple[str, ...], *functions: Any) -> tuple:
     """The paths to numbers that are written down."""
-    return tuple(_written(dict(zip(names, functions))).held)
+    every = [(name, _reads(name, f, ()).every(kind)) for name, f in zip(names, functions) for kind in ("numbers", "others")]
+    return tuple([(name, path) for name, found in every for _, x, path in found if isinstance(x, (int, float, str))])
 
 
 def _of_graph(names: tuple[str, ...], held: tuple, *functions: Any) -> tuple[int, tuple]:
@@ -128,10 +128,8 @@ def _written(functions: dict[str, Any]) -> Written:
     kept = [*{id(x): one for one in reversed(every) for x in [one[2]]}.values()][::-1]  # what is read twice is one argument
     further = tuple(f"{text.replace('.', '_')}_{n}" for n, (_, text, *_) in enumerate(kept))
     new = {id(x): argument for argument, (_, _, x, _) in zip(further, kept)}
-    held = [(name, path) for kind in ("numbers", "others") for name, reads in found.items() for _, x, path in reads.every(kind)
-            if isinstance(x, (int, float, str))]  # fmt: skip
     written = {name: _free(name, reads, new, further) for name, reads in found.items()}
-    return Written(written, [x for _, _, x, _ in kept], [(name, path) for name, *_, path in kept], held)
+    return Written(written, [x for _, _, x, _ in kept], [(name, path) for name, *_, path in kept])
 
 
 def _free(name: str, reads: Reads, new: dict[int, str], further: tuple[str, ...]) -> Any:
