@@ -184,6 +184,11 @@ def test_occupancy(arch, threads, registers, shared, expected):
     assert occupancy(arch, threads, registers, shared) == expected
 
 
+def test_what_does_not_fit_is_said():
+    assert f"{occupancy('sm_90a', 128, 32, 400_000)}" == "no block fits, for its shared memory"
+    assert f"{occupancy('sm_90a', 1024, 32, 0)}".startswith("2 blocks at once, 64 of 64 warps")
+
+
 def test_occupancy_of_an_unknown_gpu():
     assert occupancy("sm_130", 128, 32, 0) is None and (9, 0) in LIMITS
 
