@@ -39,7 +39,7 @@ from .recurrent.kernels import (
     segments,
     token_loop,
 )
-from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary
+from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary, turning
 from .softmax.backward import ampere as backward_ampere
 from .softmax.backward import apart, bias, bias_hopper, elements, finish, folded, prepare, sinks, wide, wide_queries
 from .softmax.backward import hopper as backward_hopper
@@ -48,7 +48,7 @@ from .softmax.decode import attend, combine
 from .softmax.decode import hopper as decode_hopper
 
 MODULES = {
-    "forward": (ampere, hopper, eight_bits, norms, block_masks),
+    "forward": (ampere, hopper, eight_bits, turning, norms, block_masks),
     "backward": (
         *(prepare, backward_ampere, backward_hopper, apart, folded, wide, wide_queries),
         *(finish, sinks, backward_norms, bias, bias_hopper, elements),

@@ -73,6 +73,7 @@ class Attention(nn.Module):
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim: must be a multiple of 8, from 8 to 256: head_dim={self.head_dim}")
         self.rotary = positive("rotary", rotary)
+        ends_of(window), positive("softcap", softcap)  # which refuse what a call would
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **place)
@@ -82,8 +83,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """See the class. positions: those of the tokens, (S) or (B, S), for rotary; by default from 0 on. options: further ones
-        of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim), and positions start
-        anew with each sequence)."""
+        of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim); positions may run on
+        from one sequence to the next, because rotary depends only on their differences). ValueError: x has another shape."""
+        if x.ndim != 3 or x.shape[-1] != self.project.in_features:
+            raise ValueError(f"x: must be (B, S, {self.project.in_features}): x.shape={tuple(x.shape)}")
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
         if not options and self.at_once(x):
             return self.out(self.projected(heads, positions).flatten(-2))

@@ -4,7 +4,9 @@
 - Providers take turns within each round: a card that warms up or clocks down does so for all of them, and only ratios
   within a run mean anything. The figure is the median over rounds.
 - Inputs rotate through sets that together exceed the L2 cache several times over, so nothing is measured from cache.
-- Before a provider is timed its output is compared with a float32 reference on the same inputs, by the rule of the tests.
+- Before a provider is timed its output is compared with a float32 reference on the same inputs, by the rule of the tests, where
+  what it computes has a peer here; a benchmark whose docstring says otherwise, and more forms of a call that was compared
+  (of caches in pages or of fp8, of several tokens, quantize, hedgehog), leave that to the tests.
 """
 
 import itertools

@@ -1,5 +1,5 @@
-"""Runs as bench/results keeps them: {"datetime", "command", "rows"}. A row is what the benchmark says of one provider and
-problem, with the milliseconds of every round.
+"""Runs as bench/results keeps them: {"datetime", "command", "ran_on", "rows"}. ran_on: the card and versions, which older runs
+lack. A row is what the benchmark says of one provider and problem, with the milliseconds of every round.
 
 `python bench/runs.py raw.json bench/results/kept.json` makes one of what `pytest bench/... --benchmark-json=raw.json` wrote.
 """
@@ -16,9 +16,12 @@ def read(path):
 
 
 def kept(raw):
-    """What is kept of pytest-benchmark's file: no machine, no statistics that follow from the rounds."""
+    """What is kept of pytest-benchmark's file: of the machine what conftest.py says; no statistics that follow from rounds."""
     file = raw["benchmarks"][0]["fullname"].partition("::")[0]
-    return {"datetime": raw["datetime"], "command": f"pytest {file}", "rows": [_row(b) for b in raw["benchmarks"]]}
+    run = {"datetime": raw["datetime"], "command": f"pytest {file}"}
+    if ran_on := raw["machine_info"].get("ran_on"):
+        run["ran_on"] = ran_on
+    return run | {"rows": [_row(b) for b in raw["benchmarks"]]}
 
 
 def _row(benchmark):

@@ -1,26 +1,12 @@
 """Tables from runs of bench/test_forward.py, test_backward.py or test_linear.py: `python bench/table.py run.json ...`."""
 
 import math
-import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from runs import read
 
-PACKAGES = ("numba", "numba-cuda", "torch", "nvidia-cudnn-cu13", "flash-attn-4", "fla-core")
 ORDER = ("tiles", "cudnn", "flash4", "tiles_sm_80", "flash2")
 PEERS = {"tiles": ("cudnn", "flash4"), "tiles_sm_80": ("flash2",)}  # the instructions of Hopper, and those since Ampere
-
-
-def versions():
-    """What ran, as one line."""
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"{package} absent")
-    return ", ".join([f"Python {platform.python_version()}", *found])
 
 
 def by_problem(rows):
@@ -52,8 +38,9 @@ def attention(rows):
             ratios[ours] += row
             print(f"| **{ours} / {' or '.join(peers)}** | " + " | ".join(f"**{x:.2f}**" for x in row) + " |")
         print()
-    for ours, row in ((ours, row) for ours, row in ratios.items() if row):
-        print(f"Geometric mean of the ratios of {ours}: {math.exp(sum(map(math.log, row)) / len(row)):.3f}")
+    for ours, row in ratios.items():
+        if row := [x for x in row if not math.isnan(x)]:
+            print(f"Geometric mean of the ratios of {ours}: {math.exp(sum(map(math.log, row)) / len(row)):.3f}")
 
 
 def linear(rows):
@@ -76,16 +63,8 @@ def main(*paths):
     """Print the tables of a run, or of one in several parts, in Markdown."""
     runs = [read(path) for path in paths]
     rows = [row for run in runs for row in run["rows"]]
-    print(f"{runs[0]['datetime'][:10]}, {card()}; {versions()}.", end=" ")
+    print(f"{runs[0]['datetime'][:10]}, {runs[0].get('ran_on', 'on what is not known')}.", end=" ")
     (linear if "member" in rows[0] else attention)(rows)
-
-
-def card():
-    """The GPU's name and driver."""
-    from cuda.bindings import driver
-    from cuda.core import Device
-
-    return f"{Device(0).name}, driver CUDA {int(driver.cuDriverGetVersion()[1]) / 1000:.1f}"
 
 
 if __name__ == "__main__":

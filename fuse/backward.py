@@ -158,9 +158,8 @@ class Gradient(Fused):
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
         """The function's, with its defaults, and the gradients by its results."""
         if named:
-            raise TypeError(
-                f"{self.name}: takes the arguments of {self.function.name} and the gradients by its results, by place"
-            )
+            arguments = f"the arguments of {self.function.name} and the gradients by its results"
+            raise TypeError(f"{self.name}: takes {arguments}, by place")
         known = [len(self.names) - len(self.function.names)] if self.count else range(1, len(arrays))
         for more in known:
             try:
@@ -168,13 +167,13 @@ class Gradient(Fused):
                 if not self.count and len(self.function.trace(given[:-more]).roots) != more:
                     continue
             except (TypeError, ValueError):
-                if self.count:
-                    raise
                 continue
             if not self.count:
                 self._know(more)
             return given
-        raise TypeError(f"{self.name}: takes the arguments of {self.function.name}, then the gradient by each of its results")
+        these = f": {', '.join(self.names)}" if self.count else ""
+        what = f"the arguments of {self.function.name}, then the gradient by each of its results{these}"
+        raise TypeError(f"{self.name}: takes {what}; got {len(arrays)}")
 
     def pieces(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
         """What kernels make, by names: those of gradients that are whole, and for_dx of others."""
@@ -297,7 +296,7 @@ class Gradient(Fused):
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
         made = pieces(found.roots, self.sums)
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
-        kernels = super().explain(*arrays) if made else "There is no kernel."
+        kernels = self.candidates(*arrays)[0].explained() if made else "There is no kernel."
         return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from .backward import Gradient
 
 FLOATS = ("bfloat16", "float16", "float32")
+NUMBERS = (bool, np.generic)  # which are numbers, but none that a kernel takes
+NUMPY = (np.ndarray, int, float)
 NAMED = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # what a schema says of a dtype (tiles/schema.py)
 
@@ -79,22 +81,25 @@ class Fused:
         out: where the result goes, an array or, of several results, a tuple of them. stream: a handle or a stream object.
         TypeError, ValueError: the definition refuses these arrays, or a kernel does; each names the argument."""
         arrays = self._arguments(given, named)
-        if isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
+        if all([isinstance(x, NUMPY) for x in arrays]):
             return self._by_definition(arrays, out)
         if gradient.wants_gradient(arrays):
             return self._differentiable(arrays, out, stream)
         return self.run(*arrays, out=out, stream=stream)
 
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
-        """One for each of the definition's parameters. TypeError: they are too few, or too many."""
-        if len(arrays) == len(self.names) and not named:
-            return arrays
-        try:
-            bound = self.signature.bind(*arrays, **named or {})
-        except TypeError as error:
-            raise TypeError(f"{self.name}: {error}") from None
-        bound.apply_defaults()
-        return bound.args
+        """One for each of the definition's parameters; NumPy's numbers, and truth values, as Python's floats. TypeError: they
+        are too few, or too many."""
+        if len(arrays) != len(self.names) or named:
+            try:
+                bound = self.signature.bind(*arrays, **named or {})
+            except TypeError as error:
+                raise TypeError(f"{self.name}: {error}") from None
+            bound.apply_defaults()
+            arrays = bound.args
+        if any([isinstance(x, NUMBERS) for x in arrays]):
+            arrays = [float(x) if isinstance(x, NUMBERS) else x for x in arrays]
+        return arrays
 
     def _differentiable(self, arrays: Sequence[Any], out: Any, stream: Any) -> Any:
         """Of torch's tensors that require grad."""
@@ -120,8 +125,7 @@ class Fused:
         deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
         if deep is None:
             return list(arrays), ()
-        kinds = kinds_of(self._shapes(arrays))
-        self.look(kinds)
+        kinds = self._known(self.look, arrays)
         if not self.of_rows[kinds]:
             return list(arrays), ()
         lead = tuple(deep.shape[:-1])
@@ -130,6 +134,17 @@ class Fused:
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
+
+    def _known(self, once: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple:
+        """The kinds of these arrays; `once` has seen to it that what follows from them is known. What it refuses is refused
+        with the shapes of these arrays."""
+        kinds = kinds_of(self._shapes(arrays))
+        try:
+            once(kinds)
+        except (TypeError, ValueError):
+            self.trace(arrays)
+            raise
+        return kinds
 
     def _by_definition(self, arrays: Sequence[np.ndarray], out: Any) -> Any:
         """In NumPy, as the definition says, in float32; results have the first array's dtype."""
@@ -158,9 +173,7 @@ class Fused:
         """The same computed by the fused kernels; on NumPy arrays in the interpreter."""
         arrays = self._arguments(given, named)
         flat, lead = self._rows(arrays)
-        shapes = self._shapes(flat)
-        kinds = kinds_of(shapes)
-        self.prepare(kinds)
+        shapes, kinds = self._shapes(flat), self._known(self.prepare, flat)
         program = self.programs[kinds]
         into = self._outs(out, program.results)
         outs = tuple([x if x is None or not lead else _as_rows(x, lead) for x in into])
@@ -179,17 +192,21 @@ class Fused:
                 return made
             results = tuple(_written(into, made if isinstance(made, tuple) else (made,)))
             return results[0] if program.single else results
+        except ValueError:
+            self.trace(flat)  # says in the definition's words what does not fit, if that is it
+            raise
         results = found if isinstance(found, tuple) else (found,)
         results = tuple([x.reshape(*lead, x.shape[-1]) for x in results]) if lead else results
         return results[0] if program.single else results
 
     def _by_parts(self, *arrays: Any) -> Any:
-        """What the definition's ops give, one by one; in float32, where arrays have numbers of several dtypes."""
+        """What the definition's ops give, one by one; in float32, if they are NumPy's or of several dtypes."""
+        if all([isinstance(x, NUMPY) for x in arrays]):
+            return self._by_definition(arrays, None)
         numbers = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == numbers[0].dtype for x in numbers]):
             return _in_order(self.definition(*arrays))
-        kinds = kinds_of(self._shapes(self._rows(arrays)[0]))
-        self.prepare(kinds)
+        kinds = self._known(self.prepare, self._rows(arrays)[0])
         results = _in_order(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
         several = isinstance(results, tuple)
         wanted = [dtype or dtype_of(numbers[0]) for dtype in self.programs[kinds].dtypes]
@@ -372,8 +389,23 @@ class Fused:
         return seen
 
     def explain(self, *arrays: Any) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline estimates."""
-        return self.candidates(*arrays)[0].explained()
+        """In sentences: which rules were used, what the kernels do, what the roofline estimates; and why a call with these
+        arrays runs by parts, if it does."""
+        try:
+            said = self.candidates(*arrays)[0].explained()
+            self._planned(arrays)
+        except NoKernel as error:
+            return f"A call with these arrays runs by parts, and no kernel serves it. {error}."
+        return said
+
+    def _planned(self, given: Sequence[Any]) -> None:
+        """Plan a call, and launch nothing. NoKernel: with these arrays, their strides and dtypes, it would run by parts."""
+        flat, _ = self._rows(self._arguments(given))
+        shapes, kinds = self._shapes(flat), self._known(self.prepare, flat)
+        every = [(name, x.T if s.turned else x, s) for name, x, s in zip(self.names, flat, shapes)]
+        forms = {name: describe(x, name).form for name, x, s in every if s.extents}
+        numbers = tuple([x for _, x, s in every if not s.extents])
+        self.programs[kinds].steps(forms, next(iter(forms.values())).device, numbers, "bshd")
 
     def source(self, *arrays: Any) -> str:
         """The module that serves these arrays, as text: run it, edit it, keep it."""

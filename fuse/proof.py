@@ -345,21 +345,36 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
             given[key] = rng.integers(-1, _count(among[x][0], extents), shape, dtype)
             continue
         given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
-    wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
+    told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
+    sized = Sized(np.float64, extents), Sized(dtype, extents)
+    ref, low = _of(found, given, sized)
+    if _has_nan(*ref, *low):  # a root or a logarithm of what may be negative: now nothing is
+        given = {key: given[key] if x in among else abs(given[key]) for key, x in found.inputs}
+        ref, low = _of(found, given, sized)
+    if _has_nan(*ref, *low):
+        return Run(told, math.inf, 0, "the definition gives NaN, of normally distributed numbers and of their absolute values")
     made = chosen(name, found, candidate)
     results = [np.full(shape_of(x), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
-    told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
     try:
         module.load(made.text, name).launch(*given.values(), *results)
     except Hazard as hazard:
         return Run(told, math.inf, 0, str(hazard))
-    sized = Sized(np.float64, extents), Sized(dtype, extents)
-    ref, low = (evaluate(found.roots, values, rounded) for values, rounded in zip((wide, given), sized))
     errors = [float(np.abs(np.asarray(y, np.float64) - x).max()) for y, x in zip(results, ref)]
     limits = [tolerance(x, y, z.dtype) for x, y, z in zip(ref, low, results)]
     worst = max(range(len(errors)), key=lambda n: errors[n] / limits[n] if errors[n] == errors[n] else math.inf)
     return Run(told, errors[worst], limits[worst])
+
+
+def _of(found: Traced, given: dict[str, Any], sized: tuple[Sized, Sized]) -> list[list[Any]]:
+    """The results in float64, and in the arrays' dtype."""
+    wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return [list(evaluate(found.roots, values, rounded)) for values, rounded in zip((wide, given), sized)]
+
+
+def _has_nan(*arrays: Any) -> bool:
+    return any(np.isnan(np.asarray(x, np.float64)).any() for x in arrays)
 
 
 class Sized(InNumPy):

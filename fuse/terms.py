@@ -28,6 +28,7 @@ from .functions import CASTS, FP8, MAPS
 SEED = "int64"  # the dtype of what draws follow from
 SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
 INDEX = "int32", "int64"  # dtypes of what chooses
+POWERS, ROOTS = range(2, 9), {0.5: "sqrt", -0.5: "rsqrt"}  # what ** knows
 PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see of_parts
 
 
@@ -123,9 +124,24 @@ class Term:
         return apply("abs", self)
 
     def __pow__(self, power):
-        if power != 2:
-            raise TypeError(f"**: a fused function has squares only, got {power!r}: use exp(log(x) * p), sqrt or rsqrt")
-        return self * self
+        if power in ROOTS:
+            return apply(ROOTS[power], self)
+        if power not in POWERS:
+            advice = "sqrt and rsqrt are 0.5 and -0.5, and of what is positive exp(log(x) * p) any other"
+            raise TypeError(f"**: a fused function has the powers 2 to 8, got {power!r}; {advice}")
+        found = self
+        for _ in range(1, int(power)):
+            found = found * self
+        return found
+
+    def __and__(self, other):
+        raise TypeError("& of two comparisons is where(a, where(b, x, y), y) in a fused function")
+
+    def __or__(self, other):
+        raise TypeError("| of two comparisons is where(a, x, where(b, x, y)) in a fused function")
+
+    def __invert__(self):
+        raise TypeError("~ of a comparison is where(a, y, x) in a fused function")
 
     def __matmul__(self, other):
         return matmul(self, other)

@@ -160,7 +160,7 @@ def _line(error: Exception, code: Any) -> str:
 
 # ---- arrays ---------------------------------------------------------------------------------------------------------
 def shape_of(x: Any, name: str) -> Shape:
-    """What tracing needs to know of an argument."""
+    """What tracing needs to know of an argument. TypeError: it is an array without axes."""
     if isinstance(x, (bool, int, float)):
         return Shape((), "float32")
     if hasattr(x, "stride"):  # torch's, which may have no address
@@ -170,6 +170,8 @@ def shape_of(x: Any, name: str) -> Shape:
     else:
         form = describe(x, name).form
         extents, strides, unit, dtype = form.shape, form.strides, form.itemsize, form.dtype
+    if not extents:
+        raise TypeError(f"{name}: must be a number of Python's, or have axes, and is an array of shape (): pass {name}.item()")
     turned = len(extents) == 2 and strides[1] != unit and strides[0] == unit and extents[0] != 1 and extents[1] != 1
     return Shape(extents, dtype, True if turned else False)  # noqa: SIM210, torch's symbols are decided here
 

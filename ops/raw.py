@@ -17,14 +17,16 @@ from tiles.ring import elected
 from tiles.types import barrier, gl, st, sv
 
 
-def _lowers(face, *kinds, emit):
-    """A rule by kinds: a type, or `int` for any integer; `emit(b, specs, *values)`."""
+def _lowers(face, *kinds, emit, check=lambda name, *specs: None):
+    """A rule by kinds: a type, or `int` for any integer; `emit(b, specs, *values)`. check(name, *specs): refuses what else is
+    wrong."""
 
     def rule(*specs):
         for spec, kind in zip(specs, kinds, strict=True):
             if not (integer(spec) if kind is int else isinstance(spec, kind)):
                 names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
                 raise TypeError(f"raw.{face.__name__}: takes {names}, got {', '.join(map(str, specs))}")
+        check(f"raw.{face.__name__}", *specs)
         return void, lambda b, *values: emit(b, specs, *values)
 
     rule.__signature__ = inspect.signature(face)
@@ -94,9 +96,21 @@ def named_arrive(number, threads):
     here().block.named(number, threads).meet(here(), threads, sync=False)
 
 
+def _check_copy(name, tensor, at, tile):
+    """TypeError if TMA copies other tiles, or has no such index."""
+    if not (1 <= len(at) <= tensor.rank and all(map(integer, at))):
+        raise TypeError(f"{name}: `at` must be up to {tensor.rank} integers, got {', '.join(map(str, at))}")
+    if tensor.tile.alone != tile.alone:
+        raise TypeError(f"{name}: the array is cut into {tensor.tile}, got {tile}")
+
+
+def _check_load(name, tile, tensor, at, _):
+    _check_copy(name, tensor, at, tile)
+
+
 def _emit_load(b, specs, tile, source, at, bar):
     with b.if_then(elected(b, LANES)):
-        ptx.tma_load(b, specs[1], tile, source, b.unpack(at), bar)
+        ptx.tma_load(b, specs[1], tile, source, b.unpack(at), bar, specs[0])
 
 
 def _emit_store(b, specs, target, at, tile):
@@ -107,8 +121,8 @@ def _emit_store(b, specs, target, at, tile):
 _lowers(arrive, barrier, emit=_one_lane(ptx.mbarrier_arrive))
 _lowers(expect, barrier, int, emit=_one_lane(lambda b, bar, n: ptx.mbarrier_expect(b, bar, b.u32(n))))
 _lowers(wait, barrier, int, emit=lambda b, _, bar, n: ptx.mbarrier_wait(b, bar, b.and_(b.sub(b.u32(n), b.u32(1)), b.u32(1))))
-_lowers(tma_load, st | sv, gl, types.BaseTuple, barrier, emit=_emit_load)
-_lowers(tma_store, gl, types.BaseTuple, st | sv, emit=_emit_store)
+_lowers(tma_load, st | sv, gl, types.BaseTuple, barrier, emit=_emit_load, check=_check_load)
+_lowers(tma_store, gl, types.BaseTuple, st | sv, emit=_emit_store, check=_check_copy)
 _lowers(store_wait, emit=_one_lane(ptx.tma_store_wait))
 _lowers(fence_async, emit=lambda b, _: ptx.fence_async(b))
 _lowers(named_sync, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t)))

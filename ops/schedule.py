@@ -26,6 +26,8 @@ from tiles.op import inlined, integer, lowers, op
 @op
 def divmod(index, extent):
     """(index // extent, index % extent), as Python's divmod, of integers: 0 <= index < 2**31, 1 <= extent < 2**31."""
+    if not (0 <= index < 2**31 and 1 <= extent < 2**31):
+        raise here().hazard(f"divmod: takes 0 <= index < 2**31 and 1 <= extent < 2**31: index={index}, extent={extent}")
     return index // extent, index % extent
 
 

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import linecache
 import os
 import re
 import subprocess
@@ -36,7 +37,12 @@ def blocks(document, language):
 
 
 def run(document, line, code, namespace):
-    """Run a block as lines of its document. What needs a framework that is not installed is skipped from there on."""
+    """Run a block as lines of its document, whose blocks are the source that is found for a function. What needs a framework
+    that is not installed is skipped from there on."""
+    lines = []
+    for first, block in blocks(document, "python"):
+        lines += ["\n"] * (first - len(lines)) + block.splitlines(keepends=True)
+    linecache.cache[str(ROOT / document)] = sum(map(len, lines)), None, lines, str(ROOT / document)
     try:
         exec(compile("\n" * line + code, ROOT / document, "exec"), namespace)
     except ModuleNotFoundError as error:

@@ -17,6 +17,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from .values import NUMBA_SCALARS, tensor
 _NUMPY = {np.bool_: "?", np.int8: "b", np.uint8: "B", np.int16: "h", np.uint16: "H", np.int32: "i", np.uint32: "I"}
 _NUMPY |= {np.int64: "q", np.uint64: "Q", np.float32: "f", np.float64: "d"}
 _CODES = {from_dtype(np.dtype(kind)): code for kind, code in _NUMPY.items()}  # Numba's types and struct's codes
+_PYTHON = {"?": bool, "f": float, "d": float}  # what a number is in Python, by its code; all others are integers
 _SCALARS: dict[type, types.Type] = {bool: types.boolean, int: types.int32, float: types.float32}
 _SCALARS |= {kind: from_dtype(np.dtype(kind)) for kind in _NUMPY}
 DATA = 4  # the slot of an array's address
@@ -140,7 +142,7 @@ def parameter(name: str, value: Any) -> Parameter:
     """How the argument `name` is passed. TypeError, ValueError or OverflowError that names it: it cannot be."""
     scalar = _SCALARS.get(type(value))
     if scalar:
-        return Parameter(name, scalar, (number_slot(name, scalar, value),), value)
+        return Parameter(name, scalar, (number_slot(name, scalar, value, CURES.get(_CODES[scalar], "")),), value)
     if isinstance(value, tensor):
         array = describe(value.array, name)
         encoding = map_encoding(name, value.spec, array.form)
@@ -178,8 +180,9 @@ def types_of(kernel, given: Sequence[Parameter]) -> tuple[types.Type, ...]:
 
 def _declared_parameter(name, what, value):
     """How an argument is passed that the kernel says is a `what`: numbers as that type, a tensor that is absent as no map."""
-    if isinstance(what, types.Type) and what in _CODES and not hasattr(value, "shape"):
-        return Parameter(name, what, (number_slot(name, what, value),), value)
+    if isinstance(what, types.Type) and what in _CODES:
+        slot = number_slot(name, what, value)
+        return Parameter(name, what, (slot,), _PYTHON.get(_CODES[what], int)(value))
     if isinstance(what, gl) and value is None:
         return Parameter(name, _map_type(what), (0,), value)
     return parameter(name, value)
@@ -212,17 +215,22 @@ def named(scalar: types.Type) -> str:
     return SCALARS[scalar].np.name if scalar in SCALARS else str(scalar)
 
 
-def number_slot(name: str, ty: types.Type, value) -> int:
-    """A number of this type as machine code takes it. TypeError, OverflowError that name the argument: it is no number, or does
-    not fit."""
-    if value is None:
-        raise TypeError(f"{name}: must be a number: {name}=None")
+CURES = {"i": "np.int64", "f": "np.float64"}  # what to pass instead of a number that is too large, by its code
+
+
+def number_slot(name: str, ty: types.Type, value, cure: str = "") -> int:
+    """A number of this type as machine code takes it. TypeError, OverflowError that name the argument: it is no number, or no
+    integer where one is wanted, or does not fit: `cure` would hold it."""
     code = _CODES[ty]
+    integral = code not in _PYTHON
+    if not isinstance(value, Integral if integral else Real) and not isinstance(value, np.bool_):
+        raise TypeError(f"{name}: must be {'an integer' if integral else 'a number'}: {name}={value!r:.60}")
     try:
-        return int.from_bytes(struct.pack("<" + code, value), "little")
+        number = value.item() if isinstance(value, np.generic) else value
+        return int.from_bytes(struct.pack("<" + code, number), "little")
     except (struct.error, OverflowError):
-        wide = "np.int64" if code == "i" else "np.float64"
-        raise OverflowError(f"{name}: {value} does not fit {ty}; pass {wide}({value})") from None
+        said = f"; pass {cure}({value})" if cure else ", as which the kernel declares it"
+        raise OverflowError(f"{name}: {value} does not fit {ty}{said}") from None
 
 
 def map_encoding(name: str, how: gl | tma.Cut, form: Form) -> tma.Encoding:

@@ -232,7 +232,8 @@ def fill(pointer: int, form: Form, value: float, stream: int) -> None:
     lowest, form = ascending(form)
     memset = {2: driver.cuMemsetD2D16Async, 4: driver.cuMemsetD2D32Async}[form.itemsize]
     runs = [(1, 0), (1, 0)]  # (extent, stride), outermost first, axes that follow on each other merged
-    for n, stride in zip(form.shape, form.strides):
+    axes = [(n, stride) for n, stride in zip(form.shape, form.strides) if n > 1]
+    for n, stride in (*axes, (1, form.itemsize)):  # the last: memset's own elements lie side by side
         extent, step = runs[-1]
         if step == n * stride:
             runs[-1] = extent * n, stride

@@ -20,9 +20,10 @@ class Frames:
     """Parameter blocks for one kernel's launches. slots: 8-byte slots of the kernel's arguments. maps: which of them stand for
     tensor maps.
 
-    recent: those that no launch uses now, the one used longest ago first, by what they hold: (contents, stream, addresses). A
-    launch takes its frame out and puts it back behind all others, so that no two write one at once, and inputs that take turns
-    find what was written for them. There are RECENT, and as many more as threads launch at once."""
+    recent: those that no launch uses now, the one used longest ago first, by what they hold: (contents, stream, addresses), or
+    without tensor maps (contents, stream), for addresses alone are written as soon as they are looked up. A launch takes its
+    frame out and puts it back behind all others, so that no two write one at once, and inputs that take turns find the maps
+    that were written for them. There are RECENT, and as many more as threads launch at once."""
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
@@ -57,9 +58,9 @@ class Frame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
-    holds: the Contents. room, rooms: views of its slots, and of its maps."""
+    holds: the Contents. addresses: where the arrays lie. room, rooms: views of its slots, and of its maps."""
 
-    __slots__ = ("config", "first", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
+    __slots__ = ("addresses", "config", "first", "grid", "holds", "maps", "memory", "pointers", "room", "rooms", "stream")
 
     def __init__(self, frames: Frames, config: driver.CUlaunchConfig):
         slots, count = frames.slots, len(frames.maps)
@@ -79,25 +80,34 @@ class Frame:
         self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
         self.config, self.stream = config, -1
         self.holds: Contents | None = None
+        self.addresses: Sequence[int] = ()
+        self.grid: Sequence[int] = ()
 
     def write(self, contents: Contents, stream: int, addresses) -> None:
         """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
         must not be used."""
-        memory, first, config = self.memory, self.first, self.config
+        config = self.config
         if self.holds is not contents:
             self.room[:] = contents.block
             if contents.encoded is None:
                 contents.encoded = [tma.encoded(encoding) for *_, encoding in contents.maps]
             for (place, *_), encoded in zip(contents.maps, contents.encoded):
                 self.rooms[place][:] = encoded
-            config.gridDimX, config.gridDimY, config.gridDimZ = contents.grid
+            if self.grid != contents.grid:
+                config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = contents.grid
             self.holds = contents
-        for slot, source in contents.plain:
-            memory[first + slot] = addresses[source]
+        self.place(contents, addresses)
         for place, source, _ in contents.maps:
             tma.move(self.maps[place], addresses[source])
         if stream != self.stream:
             config.hStream, self.stream = driver.CUstream(stream), stream
+
+    def place(self, contents: Contents, addresses) -> None:
+        """Say where the arrays lie of which there are no maps, the contents being those it holds."""
+        memory, first = self.memory, self.first
+        for slot, source in contents.plain:
+            memory[first + slot] = addresses[source]
+        self.addresses = tuple(addresses)
 
 
 class Bound:
@@ -126,9 +136,13 @@ class Bound:
 
     def run(self, stream: int, addresses) -> None:
         """The same, addresses being a sequence in which the launch's arrays know their places."""
-        key = self.contents, stream, tuple(addresses)
-        recent = self.frames.recent
-        frame = recent.pop(key, None) or self._write(stream, addresses)
+        recent, contents = self.frames.recent, self.contents
+        key = (contents, stream, tuple(addresses)) if contents.maps else (contents, stream)
+        frame = recent.pop(key, None)
+        if frame is None:
+            frame = self._write(stream, addresses)
+        elif not contents.maps and frame.addresses != addresses:
+            frame.place(contents, addresses)
         (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
         if status:
             self._in_context(frame)

@@ -25,7 +25,7 @@ class Builder(ir.IRBuilder):
 
     def pack(self, values):
         """A struct of these values."""
-        out = ir.Constant(ir.LiteralStructType([v.type for v in values]), ir.Undefined)
+        out = self.undefined(ir.LiteralStructType([v.type for v in values]))
         for k, v in enumerate(values):
             out = self.insert_value(out, v, k)
         return out
@@ -107,6 +107,10 @@ class Builder(ir.IRBuilder):
             return ir.Constant(i32, value)
         width = value.type.width
         return value if width == 32 else self.trunc(value, i32) if width > 32 else self.zext(value, i32)
+
+    def undefined(self, type):
+        """A value of a type that nobody reads, which takes no instruction to make."""
+        return ir.Constant(type, ir.Undefined)
 
     def real(self, value):
         """An fp32 number, from a Python or LLVM number."""

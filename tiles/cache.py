@@ -28,25 +28,24 @@ def folder() -> Path | None:
     """Where compiled kernels are kept, made for this user alone; None where they are not kept."""
     if os.environ.get("TILES_CACHE", "1") == "0":
         return None
-    path = Path(os.environ.get("TILES_CACHE_DIR") or _platform_folder())
     try:
+        path = Path(os.environ.get("TILES_CACHE_DIR") or _platform_folder())
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.name == "posix" and (path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o022):
             log.warning("compiled kernels are not cached: others than this user may write to %s", path)
             return None
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a user that has no home
         log.debug("compiled kernels are not cached: %s", error)
         return None
     return path
 
 
 def _platform_folder():
-    home = Path.home()
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", home / "AppData/Local"), "numba-tiles", "Cache")
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local", "numba-tiles", "Cache")
     if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "numba-tiles"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "numba-tiles")
+        return Path.home() / "Library" / "Caches" / "numba-tiles"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "numba-tiles")
 
 
 def limit() -> int:

@@ -8,6 +8,7 @@ import functools
 import itertools
 import re
 import threading
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -169,6 +170,21 @@ def _with_names(text):
     return "\n".join([head, *(f"{name} = type {struct}" for struct, name in structs.items())]) + gap + functions
 
 
+_texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of modules: kernels share the functions that they call
+
+
+def _text(module):
+    """LLVM's text of a module, after which nobody needs its instructions. They hold on to each other, and the collector of
+    garbage takes ten times as long to let them go as is taken here."""
+    if module not in _texts:
+        _texts[module] = _with_names(str(module))
+        for function in module.functions:
+            for block in function.blocks:
+                block.instructions.clear()
+                block.terminator = None
+    return _texts[module]
+
+
 def check_types(kernel, signature, arch):
     """A TypeError or NameError in plain words (plainly.py), or what else Numba says, if it would refuse this kernel for these
     types of arguments."""
@@ -197,8 +213,7 @@ class Lowered:
                     lto=True,
                 )
                 _take_maps_by_value(library.get_function(library._entry_name), cc)
-                # written now, for other kernels may share the functions that it calls; each once, whoever calls it
-                library._llvm_strs = [_with_names(str(module)) for module in dict.fromkeys(library.modules)]
+                library._llvm_strs = [_text(module) for module in dict.fromkeys(library.modules)]  # each once, whoever calls it
             except Exception as error:
                 refused = error
         if refused:

@@ -23,12 +23,13 @@ import math
 import operator
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _VARIABLE = re.compile(r"\b[a-z]\d+\b")  # in an expression: a variable of a function, and no constant
 ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 ARITHMETIC |= {"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
+REFUSALS = ArithmeticError, TypeError, ValueError, struct.error  # of what a planner calls, for lengths that it does not take
 QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -179,17 +180,50 @@ class Trace:
     def function(self, parameter: str, result: Any) -> Callable[[Any], Any]:
         """The function of `parameter`, variables in an order and nesting as they come, that gives such a result; or None, where
         lengths are not like those of this run, or what it calls refuses them."""
-        result_text, used, body = self.text(result), set(), []
-        used.update(_VARIABLE.findall(result_text))
-        for name, text in reversed(self.lines):
-            if not name or name in used:
-                used.update(_VARIABLE.findall(text))
-                body.append(f"{name} = {text}" if name else f"if not ({text}): return None")
-        lines = "\n        ".join([f"{parameter} = lengths", *reversed(body), f"return {result_text}"])
-        source = f"def function(lengths):\n    try:\n        {lines}\n    except refusals:\n        return None\n"
-        space = {**self.constants, "refusals": (ArithmeticError, TypeError, ValueError, struct.error)}
-        exec(compile(source, "<lengths>", "exec"), space)
-        return space["function"]
+        return _function("lengths", [f"{parameter} = lengths"], self.lines, self.text(result), self.constants)
+
+    def narrowed(self, free: Sequence[str], fixed: dict[str, int], result: Any) -> Callable[..., Any] | None:
+        """The same function of the variables `free` alone, those that are `fixed` having these values: what follows from them
+        is computed now. None: it gives nothing for them."""
+        space, known, lines = {**self.constants}, dict(fixed), []
+
+        def filled(text: str) -> str:
+            return _VARIABLE.sub(lambda found: literal(found[0]) if found[0] in known else found[0], text)
+
+        def literal(name: str) -> str:
+            value = known[name]
+            if type(value) is int:
+                return repr(value) if value >= 0 else f"({value})"
+            space[f"F{name}"] = value
+            return f"F{name}"
+
+        for name, text in self.lines:
+            if all([one in known for one in _VARIABLE.findall(text)]):
+                try:
+                    value = eval(text, space, known)
+                except REFUSALS:
+                    return None
+                if name:
+                    known[name] = value
+                elif not value:
+                    return None
+            else:
+                lines.append((name, filled(text)))
+        return _function(", ".join(free), [], lines, filled(self.text(result)), space)
+
+
+def _function(parameters: str, first: list[str], lines: list[tuple[str, str]], result: str, constants: dict[str, Any]) -> Any:
+    """What Trace.function gives, of lines of a trace."""
+    used, body = {*_VARIABLE.findall(result)}, []
+    for name, text in reversed(lines):
+        if not name or name in used:
+            used.update(_VARIABLE.findall(text))
+            body.append(f"{name} = {text}" if name else f"if not ({text}): return None")
+    written = "\n        ".join([*first, *reversed(body), f"return {result}"])
+    source = f"def function({parameters}):\n    try:\n        {written}\n    except refusals:\n        return None\n"
+    space = {**constants, "refusals": REFUSALS}
+    exec(compile(source, "<lengths>", "exec"), space)
+    return space["function"]
 
 
 def _value(x: Any) -> Any:

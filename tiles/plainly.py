@@ -41,6 +41,12 @@ def _no_attribute(name, of):
         return f"kernels have no lists that change: use a tuple, or tiles in a loop (asked for {name!r})"
     if module := re.match(r"Module\(<module '([\w.]+)'", of):
         return f"{module[1]}.{name} is nothing that kernels know: import what is done to tiles from ops"
+    if of.startswith("type[shared("):
+        return (
+            f"{name!r} is not read from a plan: `a, b = plan.open()` gives a kernel its parts, in their order; got {of[5:-1]}"
+        )
+    if of.startswith(("UniTuple(", "Tuple(")) and re.search(r"\b(ring|pipeline|st|sv|barrier)\(", of):
+        return f"a tuple has no attribute {name!r}: `(a,) = plan.open()` takes its one part out; got {of}"
     return f"{of} has no attribute {name!r}"
 
 
@@ -69,6 +75,8 @@ def _not_for_these(function, args):
         return f"a tile is not assigned to elements of an array: store(array, tile, (row, col)) does that; got {args}"
     if name == "getitem" and args.startswith("Tuple("):
         return f"a tuple of several types is indexed by numbers that are known when the kernel is compiled; got {args}"
+    if name == "add" and "Literal[str](" in args:
+        return "kernels have no texts that are put together, as an f-string is: print(t) prints a tile, a vector or a number"
     if name in ("setitem", "getitem"):
         return f"cannot be indexed so, or not with such a value: {name} of {args}"
     return f"{name} is not for {args}; {LANGUAGE}"
@@ -101,6 +109,7 @@ ROWS = (  # what Numba says, and what we say of its parts
     (r"Use of unsupported NumPy function '([\w.]+)'", lambda name: f"kernels do not know {name}: {LANGUAGE}"),
     (r"(The '.*' construct is not supported.*?)\.+ Raised from", _unsupported),
     (r"(Use of unsupported opcode .*) found", _unsupported),
+    (r"The (use of yield in a closure) is unsupported", lambda what: _unsupported(f"{what}, as in tuple(.. for .. in ..)")),
     (r"(?:NameError: )?(name '\w+' is not defined)", str),
 )
 

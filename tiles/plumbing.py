@@ -331,8 +331,10 @@ def forget():
     while _passing:
         table, key = _passing.pop()
         table.pop(key, None)
+    _bound.clear()
 
 
+_bound: dict[tuple, types.BoundFunction] = {}  # (a value's type, the name of an op or a method): what calls it
 _passing_forms: list[tuple] = []  # (forms, types of arguments): what is to go of functions' compiled forms
 _passing: list[tuple] = []  # (table, key): and of Numba's own tables, noted as it gets there, for the tables are large
 
@@ -406,6 +408,14 @@ class _Members(AttributeTemplate):
     a type, a static object, a function."""
 
     def generic_resolve(self, this, name):
+        if (this, name) not in _bound:
+            found = self._resolved(this, name)
+            if not isinstance(found, types.BoundFunction):
+                return found
+            _bound[this, name] = found  # for which a class is made, and that takes longer than the rest
+        return _bound[this, name]
+
+    def _resolved(self, this, name):
         face = inspect.getattr_static(type(this.spec), name, None)
         if inspect.isfunction(face) and face in OPS:
             template = OPS[face].template

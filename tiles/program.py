@@ -31,7 +31,6 @@ Any number of threads may call at once: what is remembered does not change, and 
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -42,16 +41,18 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import jax_call, nvtx, recording, torch_op
+from . import again, jax_call, nvtx, recording, torch_op
 from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
+from .growing import Turns, Variable
 from .lengths import Trace, made
 from .loaded import together
 from .schema import Schema
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
 KINDS, TURNS = 1024, 12  # the same of forms but for lengths; most functions of lengths for one of these
+EXPECTED = 3  # forms of calls with the same options that are asked for before a call is read: each costs it 0.3 us
 BEGINS = 256  # bytes: scratch arrays that lie in one piece of memory begin at multiples, as allocators' do
 VARY = frozenset("BSTsNECMAxy")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
 
@@ -131,7 +132,7 @@ class Recent:
 KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """What calls of a form have in common. It keeps no array alive.
 
     makers: (the place of an array, what makes it). parts: of arrays that there are when results are made. beyond: how far the
@@ -188,6 +189,7 @@ class Program:
         self.gradient, self.no_gradient, self.meanwhile = gradient, no_gradient, meanwhile
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
         self.readers: dict[type, Callable] = {}
+        self.compiling = torch_op.asks_dynamo()
         self.op = torch_op.registered(self)
         self.options = tuple(signature(planner).parameters)[1:]  # their names
         kinds = get_annotations(planner, eval_str=True)
@@ -195,34 +197,51 @@ class Program:
         self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
         if ranges := nvtx.backend():
             vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
+            self.compiling = lambda: True  # so that each call comes to `run`
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
+        if not self.compiling():
+            numbers, told = self._numbers(options) if self.numbers else ((), options)
+            try:
+                expected = KNOWN.get((self, told, layout))  # of calls with these options, the forms that came last
+            except TypeError:  # an option that cannot be looked up, such as a list
+                expected = None
+            for call in expected or ():
+                made = call(stream, numbers, *arrays)
+                if made is not again.OTHER:
+                    if call is not expected[0]:
+                        KNOWN.put((self, told, layout), (call, *[other for other in expected if other is not call]))
+                    return made
         if torch_op.traced(arrays[0]):
             return torch_op.call(self, stream, arrays, options, layout)
         try:
-            return self.run(stream, arrays, options, layout)
+            return self.run(stream, arrays, options, layout, True)
         except TypeError:  # it may be that these are no arrays yet
             ways = [way for way in (recording, torch_op, jax_call) if way.serves(arrays, self)]
             if not ways:
                 raise
         return ways[0].call(self, stream, arrays, options, layout)
 
-    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
-        """A call on arrays in memory."""
+    def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, eager: bool = False) -> Any:
+        """A call on arrays in memory. eager: no framework stands between it and the user, so that the next one may be made
+        by a function that is written for its form (again.py)."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
         try:
             sort, lengths, addresses, held = read(*arrays)
         except (AttributeError, RuntimeError, TypeError):  # not all are tensors in memory: `describe` says what is wrong
             sort, lengths, addresses, held = self._read(*arrays)
-        numbers = [options[place] or 0 for place, _ in self.numbers] if self.numbers else ()
-        if numbers:
-            options = self._without_numbers(options)
+        numbers, options = self._numbers(options) if self.numbers else ((), options)
         try:
-            known = KNOWN.get((self, sort, lengths, options, layout))
+            found = KNOWN.get((self, sort, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
             known = self._planned(held or self._described(arrays), options, layout)
-        if known is None:
-            known = self._learn(arrays, sort, lengths, held, options, layout)
+        else:
+            if found is None:
+                known = self._learn(arrays, sort, lengths, held, options, layout, eager and stream is None)
+            else:
+                known, call = found
+                if eager and stream is None and call is not False:
+                    self._again(call, known, arrays, sort, lengths, options, layout)
         current = 0 if known.device is None else known.kind.stream(arrays[0], known.device)
         handle = current if stream is None else stream_handle(stream)
         for a, b, low, high in known.apart:
@@ -243,20 +262,34 @@ class Program:
         if known.beyond:
             start = addresses[-1]
             addresses += [start + far for far in known.beyond]
-        if numbers:
-            addresses = [*addresses, *numbers]
+        addresses = (*addresses, *numbers)
         for step in known.steps:
             step.run(handle, addresses)
         if known.kind.waits and known.device is not None:
             known.kind.finish(handle)
         return known.give(every)
 
-    def _without_numbers(self, options: tuple) -> tuple:
-        """The options with a Number for each that the planner says is one, if it was given."""
+    def _numbers(self, options: tuple) -> tuple[list, tuple]:
+        """(the numbers among the options, for the kernels; the options with a Number for each of them that was given)"""
         found = [*options]
         for place, number in self.numbers:
             found[place] = None if found[place] is None else number
-        return tuple(found)
+        return [options[place] or 0 for place, _ in self.numbers], tuple(found)
+
+    def _again(self, call: Callable | None, known: Known, arrays: tuple, sort: Any, lengths: tuple, *told: Any) -> None:
+        """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
+        was yet. If it was asked, and declined, it is for another mode of this thread."""
+        if call is None or call in (KNOWN.get((self, *told)) or ()):
+            call = again.made(self.names, known, arrays, lengths)
+            KNOWN.put((self, sort, lengths, *told), (known, call or False))
+        if call:
+            self._expect(call, *told)
+
+    def _expect(self, call: Callable, *told: Any) -> None:
+        """That the next call of these options and this layout may be for this function."""
+        before = KNOWN.get((self, *told)) or ()
+        if call not in before:
+            KNOWN.put((self, *told), (call, *before[: EXPECTED - 1]))
 
     def _described(self, arrays: tuple) -> list:
         """An Array for each, or None; TypeError that names one that is no array, or is missing."""
@@ -282,26 +315,32 @@ class Program:
         reader = kind_of(first, self.names[0]).reader(self.needed)
         return self.readers.setdefault(type(first), reader or self._read)
 
-    def _learn(self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str) -> _Known:
+    def _learn(
+        self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str, eager: bool
+    ) -> Known:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         key = self, sort, options, layout
-        functions: tuple[Callable, ...] = FUNCTIONS.get(key) or ()
-        for function in functions:
-            known = function(lengths)
+        functions: tuple[Turns, ...] = FUNCTIONS.get(key) or ()
+        for turns in functions:
+            known = turns.function(lengths)
             if known:
-                if function is not functions[0]:  # lengths that grow ask for the same one again
-                    FUNCTIONS.put(key, (function, *[other for other in functions if other is not function]))
+                if turns is not functions[0]:  # lengths that grow ask for the same one again
+                    FUNCTIONS.put(key, (turns, *[other for other in functions if other is not turns]))
+                if eager and held is None and (call := turns.grow(self.names, known, arrays, lengths)):
+                    self._expect(call, options, layout)
                 break
         else:
             described = held or self._described(arrays)
             known = self._planned(described, options, layout)
             if len(functions) < TURNS and self._of_lengths(described, known):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
-                    FUNCTIONS.put(key, (*functions, self._watched(described, held is None, options, layout)))
-        KNOWN.put((self, sort, lengths, options, layout), known)
+                    turns = self._watched(described, held is None, options, layout)
+                    turns.last = lengths
+                    FUNCTIONS.put(key, (*functions, turns))
+        KNOWN.put((self, sort, lengths, options, layout), (known, None))
         return known
 
-    def _planned(self, described: list, options: tuple, layout: str) -> _Known:
+    def _planned(self, described: list, options: tuple, layout: str) -> Known:
         """The plan for these arrays alone."""
         given = {name: array.form for name, array in zip(self.names, described) if array}
         with together() as coming:
@@ -315,7 +354,7 @@ class Program:
         with together():
             self.steps(given, next(iter(given.values())).device, options, layout)
 
-    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> _Known:
+    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> Known:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
         problem, (steps, scratch, give), results = self.steps(given, first.device, options, layout)
         order, kind = self.schema.places, first.kind
@@ -331,7 +370,7 @@ class Program:
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return _Known(kind, first.device, makers, parts, beyond, apart, steps, give)
+        return Known(kind, first.device, makers, parts, beyond, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
@@ -341,7 +380,7 @@ class Program:
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
-    def _of_lengths(self, described: list, known: _Known) -> bool:
+    def _of_lengths(self, described: list, known: Known) -> bool:
         """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""
         return (
             known.device is not None
@@ -349,27 +388,30 @@ class Program:
             and all(array.pointer for array in described if array)
         )
 
-    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> Callable[[tuple], _Known | None]:
+    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> Turns:
         """The function of lengths that plans as the planner does for these arrays."""
-        trace, number, names, given = Trace(), itertools.count(), [], {}
+        trace, names, given = Trace(), [], {}
+        variables: list[Variable] = []
 
-        def variables(values: Sequence[int]) -> list[Any]:
-            return [trace.variable(f"n{next(number)}", value) for value in values]
+        def variable(value: int, *where: int) -> Any:
+            variables.append(Variable(f"n{len(variables)}", *where))
+            return trace.variable(variables[-1].name, value)
 
-        for name, array in zip(self.names, described):
+        for place, (name, array) in enumerate(zip(self.names, described)):
             if array is None:
                 names.append("_")
                 continue
             form = array.form
             axes, _ = self.schema.rows[layout][name][len(form.shape)]
             unit = form.itemsize if in_elements else 1
-            shape, strides = variables(form.shape), variables([stride // unit for stride in form.strides])
-            (past,) = variables([form.past])
+            shape = [variable(n, place, again.SHAPE, axis) for axis, n in enumerate(form.shape)]
+            strides = [variable(stride // unit, place, again.STRIDES, axis) for axis, stride in enumerate(form.strides)]
+            past = variable(form.past, place, again.PAST)
             names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
             past = max(past, 0)  # so that the function is none for arrays that lie nowhere
             extents = tuple([n if axis in VARY else int(n) for n, axis in zip(shape, axes)])
             given[name] = form._replace(shape=extents, strides=tuple([unit * stride for stride in strides]), past=past)
-        return trace.function(f"{', '.join(names)},", self._plan(given, described[0], options, layout))
+        return Turns(trace, f"{', '.join(names)},", variables, self._plan(given, described[0], options, layout))
 
     def _check_apart(self, described: list, a: int, b: int) -> None:
         """ValueError if the arrays in these places share memory."""

@@ -8,6 +8,8 @@ from llvmlite import ir
 
 from .builder import f32, i32, i64
 
+EVICT_FIRST = 0x12F0000000000000  # what createpolicy.fractional.L2::evict_first gives for all of what is read
+
 
 # ---- mbarrier ------------------------------------------------------------------------------------------------------
 def mbarrier_init(b, bar, count):
@@ -109,18 +111,21 @@ def page_number(b, ty, table, sequence, nth, exists):
     return b.trunc(number, i32) if wide else number
 
 
-def tma_load(b, gl, to, source, at, bar, spec=None, blocks=1):
+def tma_load(b, gl, to, source, at, bar, spec=None, blocks=1, once=False):
     """Start copying the tile at `at` into shared memory, one instruction a panel, completing on a barrier. spec: the shared
-    tile that it is a part of. blocks: into all that many of the cluster, completing on the barrier of each."""
+    tile that it is a part of. blocks: into all that many of the cluster, completing on the barrier of each. once: it leaves L2
+    before other data does."""
     box = _box(b, gl, at)
     # for an address that might lie in another block sm_120's code would call a routine, with a stack
     space, cast, mask = ("cluster", ".multicast::cluster", f", {2**blocks - 1}") if blocks > 1 else ("cta", "", "")
+    hint, policy = (".L2::cache_hint", ", $3") if once else ("", "")
+    policies = [ir.Constant(i64, EVICT_FIRST)] if once else []
     for p in range(gl.tile.panels):
-        text, coordinates = _coordinates(b, gl, box, p, 3)
+        text, coordinates = _coordinates(b, gl, box, p, 3 + once)
         b.do(
-            f"cp.async.bulk.tensor.{gl.rank}d.shared::{space}.global.mbarrier::complete_tx::bytes{cast} "
-            f"[$0], [$1, {text}], [$2]{mask};",
-            b.add(to, b.u32(p * (spec or gl.tile).panel_bytes)), source, bar, *coordinates,
+            f"cp.async.bulk.tensor.{gl.rank}d.shared::{space}.global.mbarrier::complete_tx::bytes{cast}{hint} "
+            f"[$0], [$1, {text}], [$2]{mask}{policy};",
+            b.add(to, b.u32(p * (spec or gl.tile).panel_bytes)), source, bar, *policies, *coordinates,
         )  # fmt: skip
 
 

@@ -48,13 +48,16 @@ class ring:
     `blocks`: so many blocks, a cluster, want the same tiles, and each tile is read from global memory once: every block
     loads its `part` of the rows for all of them (TMA multicast), as soon as `readers` warps of each have released the slot.
     All blocks fill, wait for and release the same tiles in the same order, and end with ops.cluster.sync(), because a peer
-    may release a tile when a block is already done."""
+    may release a tile when a block is already done.
+
+    `once`: nobody else reads what TMA loads, so it leaves the L2 cache before other data does."""
 
     tile: st | sv
     stages: int
     readers: int = 4
     writers: int = 0
     blocks: int = 1
+    once: bool = False
     name: str = ""  # these are set by `shared`: what it is called, and bytes from the base of shared memory
     start: int = 0
     barriers: int = 0
@@ -66,6 +69,8 @@ class ring:
             raise ValueError(f"ring: writers must be 0 (TMA) or more, got {self.writers}")
         if self.writers and self.blocks > 1:
             raise ValueError(f"ring: what warps write stays in their block, got {self.writers=} and {self.blocks=}")
+        if self.writers and self.once:
+            raise ValueError(f"ring: what warps write is in no cache, got {self.writers=} and {self.once=}")
         if not 1 <= self.blocks <= CLUSTER_END or (self.blocks > 1 and self.tile.rows % (8 * self.blocks)):
             raise ValueError(
                 f"ring: 1 to {CLUSTER_END} blocks share a tile, by multiples of 8 rows, got {self.blocks} for {self.tile}"
@@ -75,7 +80,7 @@ class ring:
     def __str__(self):
         writers = f", {self.writers} writers" * bool(self.writers)
         blocks = f", for {self.blocks} blocks" * (self.blocks > 1)
-        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers{writers}{blocks})"
+        return f"ring({self.tile}, {self.stages} stages, {self.readers} readers{writers}{blocks}{', once' * self.once})"
 
     @property
     def part(self):
@@ -292,7 +297,7 @@ def _(ring, j, source, at, part, parts: int):
                     coordinates += [b.u32(0)] * (source.rank - len(coordinates))
                     coordinates[source.rows] = b.add(b.mul(b.u32(coordinates[source.rows]), b.u32(ring.blocks)), rank)
             with mine:
-                ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks)
+                ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks, ring.once)
 
     return void, emit
 
@@ -330,7 +335,7 @@ def _(ring, j, pool, pages, size, at, last, parts: int):
                 where = [ptx.shuffle(b, x, b.u32(part)) for x in (page, row)]
                 with b.if_then(b.icmp_unsigned("==", lane, b.u32(0))):
                     own = b.add(to, b.u32(part * ring.offset(parts, False)))
-                    ptx.tma_load(b, pool, own, pool_map, [*where, *rest], full, ring.tile)
+                    ptx.tma_load(b, pool, own, pool_map, [*where, *rest], full, ring.tile, once=ring.once)
 
     return void, emit
 

@@ -58,7 +58,7 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([nvdisasm(), "-c", "-gi", file.name], capture_output=True, text=True)
+        done = subprocess.run([nvdisasm(), "-c", "-gi", "-ndf", file.name], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvdisasm: {done.stderr.strip()}")
     return done.stdout

@@ -395,7 +395,7 @@ def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoRet
     raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={tuple(shape)}")
 
 
-CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16()"
+CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16(), or call it under torch.autocast"
 
 
 def _refuse_dtype(argument: Argument, form: Form, first: str, dtype: str) -> NoReturn:

@@ -24,6 +24,7 @@ everything that these reach. So an equal lambda, written twice, finds the kernel
 on disk.
 """
 
+import contextlib
 import functools
 import typing
 from collections import OrderedDict
@@ -88,12 +89,12 @@ def _digest(value):
         mark = _mark(tuple(getattr(value, name) for name in type(value).__dataclass_fields__))
     except (TypeError, ValueError, RecursionError):  # a cell without a value, a helper that calls itself
         return Digest()(value)
-    if mark not in known:
-        known[mark] = Digest()(value)
-        if len(known) > REMEMBERED:
+    found = known.pop(mark, None) or Digest()(value)
+    known[mark] = found  # last; another thread may have let it go meanwhile
+    if len(known) > REMEMBERED:
+        with contextlib.suppress(KeyError):
             known.popitem(last=False)
-    known.move_to_end(mark)
-    return known[mark]
+    return found
 
 
 def _mark(value):

@@ -257,7 +257,9 @@ def _rotary(problem: Problem) -> tuple[Operand, Operand] | None:
         return None
     columns, pairs = problem("DR")
     if not 0 < 2 * pairs <= columns:
-        raise problem.error("cos", f"must have half as many columns as are rotated, {columns // 2} at most", "cos", "k_new")
+        words = f"must have half as many columns as are rotated, {columns // 2} at most, a column for each pair"
+        twice = f" (of tables that say each twice, as transformers' do, cos[:, :{pairs // 2}])" if pairs == columns else ""
+        raise problem.error("cos", words + twice, "cos", "k_new")
     return problem["cos"], problem["sin"]
 
 

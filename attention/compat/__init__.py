@@ -4,6 +4,7 @@
 | ---------------------------------------------------------- | ----------------------- |
 | flash_attn (FlashAttention-2)                              | compat.flash_attn       |
 | flash_attn_interface (FlashAttention-3)                    | compat.flash_attn_interface |
+| flash_attn.bert_padding                                    | compat.bert_padding         |
 | flashinfer (wrappers of batches: decode, prefill)          | compat.flashinfer       |
 | torch.nn.functional (scaled_dot_product_attention)         | compat.sdpa             |
 | torch.nn.attention.flex_attention                          | compat.flex             |

@@ -48,7 +48,10 @@ def flex_attention(
     | block_mask.mask_mod(b, h, q_idx, kv_idx)     | mask                                                          |
     | block_mask                                   | blocks, read by its fields: any object that has them will do; |
     |                                              | or what `listed` made of it, once for many calls              |
-    | arrays that the two functions capture        | aux: see captured.py                                          |
+    | arrays that the two functions capture, also  | aux: see captured.py                                          |
+    | as attributes, or in functions they call     |                                                               |
+    | and_masks, or_masks, methods, partials,      | one function in the words of kernels: see rewritten.py        |
+    | torch.where, x.abs(), x.clamp(..), s ** 2    |                                                               |
     | enable_gqa, kernel_options                   | not needed: heads are always shared, tiles are chosen here    |
 
     Without a BlockMask at hand call attention.forward(.., mask=..): it lists the blocks itself."""
@@ -89,12 +92,9 @@ def _options(score_mod: Any, block_mask: Any) -> dict[str, Any]:
 
 
 def _own(function: Any, nothing: str) -> Any:
-    """None for torch's function of this name, which does nothing. NotImplementedError: one of torch's that joins others."""
-    if not (getattr(function, "__module__", None) or "").startswith("torch.nn.attention"):
-        return function
-    joined = function.__qualname__.partition(".")[0]
-    refuse("block_mask", joined in ("and_masks", "or_masks"), f"write what {joined} joins as one function, with & and |")
-    return None if function.__name__ == nothing else function
+    """None for torch's function of this name, which does nothing."""
+    theirs = (getattr(function, "__module__", None) or "").startswith("torch.nn.attention")
+    return None if theirs and function.__name__ == nothing else function
 
 
 def _blocks(block_mask: Any) -> Any:

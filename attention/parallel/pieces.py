@@ -377,17 +377,10 @@ def grain(head_dim: int, value_dim: int) -> int:
     """Keys that are whole blocks of any kernel of these dims: a part of the keys that begins there has the blocks that the
     whole has, and sums have the same order."""
     padded = min(d for d in hopper.SHAPES if d >= max(head_dim, value_dim))
-    tables: tuple[Any, ...] = (
-        hopper.SHAPES,
-        hopper.ROOMY,
-        hopper.LOADED,
-        hopper.SCORED,
-        ampere.SHAPES,
-        ampere.BUSY,
-        ampere.LOADED,
-    )
-    shapes = [table.get(padded) for table in (*tables, *ampere.ROOMS.values())]
-    return math.lcm(*[shape[0] for shape in shapes if shape])
+    tables = hopper.SHAPES, hopper.ROOMY, hopper.LOADED, hopper.SCORED
+    others: tuple[Any, ...] = (ampere.SHAPES, ampere.BUSY, ampere.LOADED, *ampere.ROOMS.values())
+    keys = [table[padded]["kv"] for table in tables if padded in table]
+    return math.lcm(*keys, *[table[padded][0] for table in others if padded in table])
 
 
 def _each(norm: Any, taken: Callable[[Any], Any]) -> Any:

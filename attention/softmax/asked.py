@@ -23,7 +23,12 @@ OF_BLOCKS = """\
 def differentiated(*arrays: Any) -> bool:
     """Are gradients with respect to one of these arrays, torch's, to come?"""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in arrays])
+    if torch is None or not torch.is_grad_enabled():
+        return False
+    for x in arrays:  # noqa: SIM110  half of what `any` takes
+        if getattr(x, "requires_grad", False):
+            return True
+    return False
 
 
 def ends_of(window: Any) -> tuple[int | None, int | None]:
@@ -59,6 +64,9 @@ class Random(NamedTuple):
     seeds: Any
 
 
+KEPT = Random(None, None, None)
+
+
 def random_of(dropout: Any, seed: Any) -> Random:
     """What dropout and seed ask for; TypeError, ValueError."""
     share = number("dropout", dropout)
@@ -67,7 +75,7 @@ def random_of(dropout: Any, seed: Any) -> Random:
     if isinstance(seed, (bool, float, str)):
         raise TypeError(f"seed: must be an integer, or an array of one: {seed=}")
     if share == 0:
-        return Random(None, None, None)
+        return KEPT
     if seed is None:
         raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
     if not isinstance(seed, int):  # Dynamo's are, and can be asked for nothing else
@@ -88,12 +96,15 @@ class Asked(NamedTuple):
     arrays: tuple = (None,) * (len(FIELDS) + 2)
 
 
+EVERY_BLOCK = Asked()
+
+
 def blocks_of(blocks: Any) -> Asked:
     """What a BlockMask or BlockLists asks for; TypeError, ValueError."""
     if isinstance(blocks, Making):
         blocks = blocks.blocks
     if blocks is None:
-        return Asked()
+        return EVERY_BLOCK
     if isinstance(blocks, BlockLists):
         return Asked(blocks.size, blocks.made_for, (*(None,) * len(FIELDS), blocks.lists, blocks.marks))
     missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]

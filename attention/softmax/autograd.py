@@ -8,6 +8,7 @@ import torch
 from torch._C._functorch import TransformType
 
 from tiles.arrays import Form, c_ordered
+from tiles.torch_op import DEVICES
 
 from .asked import differentiated
 from .backward import backward
@@ -149,7 +150,7 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     if in_parts or unserved([*grouped(arrays), *options]) or differentiated(*others):
         return None
     kind = arrays["q"].device.type
-    if torch.is_autocast_enabled(kind):
+    if kind in DEVICES and torch.is_autocast_enabled(kind):  # meta has none
         to = torch.get_autocast_dtype(kind)
         arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
     way = Attention if torch._C._functorch.peek_interpreter_stack() is None else Transformed

@@ -45,7 +45,8 @@ class Nothing:
 
     @inlined
     def by_keys(self, ring, j, at, part):
-        """The same with its columns, as a consumer has its scores that holds keys by queries."""
+        """The same with its columns, as a consumer has its scores that holds keys by queries; with no fence, and it stays until
+        it is given back."""
         return at
 
     @inlined
@@ -56,6 +57,10 @@ class Nothing:
     @inlined
     def give_back(self, ring, j):
         """Tile j, of which own_rows were read, may go: here is their fence, which behind stores would wait for these."""
+
+    @inlined
+    def free(self, ring, j):
+        """The same where a fence has just been."""
 
 
 @static
@@ -120,6 +125,10 @@ class Tiles(Nothing):
     def by_keys(self, ring, j, at, part):
         """See Nothing."""
         own = subtile(ring.wait(j), self.queries, 0, ROWS, part)
-        x = turned(warpgroup.load_transposed(own, rt(16, self.queries, self.dtype)))
-        ring.release(j)
+        x = turned(warpgroup.load_transposed(own, rt(16, self.queries, self.dtype), fenced=False))
         return at._replace(given=at.given._replace(bias=x))
+
+    @inlined
+    def free(self, ring, j):
+        """See Nothing."""
+        ring.release(j)

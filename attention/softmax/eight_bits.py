@@ -1,11 +1,11 @@
 """FlashAttention forward in fp8 for Hopper: hopper.py's pipeline with products of e4m3, which tensor cores do twice as fast.
 
-What differs. fp8 instructions take only operands that lie along the contracted axis, so the producer warpgroup transposes each
-tile of V in shared memory, behind the one that it copies, in the order in which consumers have P (ops/matmul/zipped.py).
-Weights are rounded to e4m3, whose least number is 2^-9: the greatest is not 1, but 2^LIFT. The tensor cores cut off all but
-some 10 bits of a sum of fp8 products, so each key block's is its own, and fp32 adds them up: a consumer takes its turn for
-O += P V and, that waited for, the next scores; their softmax runs while another one has its turn. And scores and values have
-the units that their arrays were divided by, one for each sequence and head of keys."""
+What differs. fp8 instructions take only operands that lie along the contracted axis, so keys must be columns of V's tiles: the
+producer warpgroup turns them, or a kernel has done so with all of V (turned.py). Weights are rounded to e4m3, whose least
+number is 2^-9: the greatest is not 1, but 2^LIFT. The tensor cores cut off all but some 10 bits of a sum of fp8 products, so
+each key block's is its own, and fp32 adds them up: a consumer takes its turn for O += P V and, that waited for, the next
+scores; their softmax runs while another one has its turn. And scores and values have the units that their arrays were divided
+by, one for each sequence and head of keys."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import columns, divmod, hstack, persistent_tile, subtile, warpgroup, zipped
-from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .hopper import REGISTERS
@@ -27,21 +27,23 @@ from .online import Softmax
 from .output import Stored
 from .seen import CAUSAL, FULL
 from .sequences import Batched
+from .turned import Before, ByProducer
 from .units import OfBlocks, OfHeads
 from .variants import At, Variant
 
 LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
-HALF = 128  # columns of a product
-HEADS = OfHeads()
+HEADS, IN_BLOCK = OfHeads(), ByProducer()
 
 
 @dataclass(frozen=True)
 class Config(Kind):
-    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`. units: see units.py."""
+    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`. units: see units.py; turned:
+    see turned.py."""
 
     consumers: int
+    stages: int = 2
     units: OfHeads = field(default=HEADS, kw_only=True)
-    stages = 2
+    turned: ByProducer = field(default=IN_BLOCK, kw_only=True)
     persistent = False
 
     @property
@@ -55,12 +57,12 @@ class Config(Kind):
         return warpgroup.THREADS * (self.consumers + 1)
 
     def __str__(self):
-        return f"{super().__str__()}{self.units}"
+        return f"{super().__str__()}{self.units}" + " turned before" * self.turned.before
 
     @property
-    def turned(self):
-        """A tile of V, transposed."""
-        return st(self.value_dim, self.kv, self.dtype)
+    def part(self):
+        """Columns of O that are taken up at a time: what registers have room for, of three consumers or two."""
+        return min(self.value_dim, 64 if self.consumers > 2 else 128)
 
 
 SHAPES: dict[int, Any] = {64: (128, 3), 128: (256, 2), 256: (96, 2)}  # padded head_dim: kv, consumers
@@ -69,7 +71,30 @@ SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same 
 BLOCKED: dict[int, Any] = {64: (128, 3), 128: (256, 2)}  # the same of blocks that have units of their own
 BLOCKED_SHORT: dict[int, Any] = BLOCKED | {128: (128, 2)}  # the same of causal attention of up to SHORT keys
 BLOCKED_VARIED: dict[int, Any] = {64: (64, 3), 128: (128, 2)}
+TURNED: dict[int, Any] = {128: (128, 3, 3)}  # kv, consumers and stages where V is turned before
 SHORT = 2048
+MANY = 2048  # query rows that share a head of V, from which on turning it before pays
+ROUNDS = 1.05  # how much longer, by its rows alone, the kernel of TURNED may be busy than the other: it is that much faster
+
+
+def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
+    """The next larger one that there are kernels of."""
+    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+
+
+def pays_to_turn(padded: int, queries: int, pairs: int, group: int, processors: int) -> bool:
+    """Does plain attention, of so many queries of each pair of head and batch, `group` of which share one of V, take less time
+    where V is turned before?"""
+    if padded not in TURNED or queries * group < MANY:
+        return False
+    (_, consumers), (_, more, _) = SHAPES[padded], TURNED[padded]
+    return busy(more, queries, pairs, processors) <= ROUNDS * busy(consumers, queries, pairs, processors)
+
+
+def busy(consumers: int, queries: int, pairs: int, processors: int) -> int:
+    """How many rows the busiest multiprocessor works on, if tiles belong to so many consumers."""
+    rows = warpgroup.ROWS * consumers
+    return -(-(-(-queries // rows) * pairs) // processors) * rows
 
 
 def config_for(
@@ -78,11 +103,15 @@ def config_for(
     value_dim: int | None = None,
     units: OfHeads = HEADS,
     keys: float = math.inf,
+    before: bool = False,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem of so many keys. kind: what else a Kind says."""
-    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    """The configuration that serves a problem of so many keys. before: is V to be turned before, if it can be? kind: what else
+    a Kind says."""
+    padded = padded_dim(head_dim, value_dim)
     plain = variant.plain and kind.get("lie", Batched) is Batched
+    if before and plain and not units.by_block:
+        return Config(padded, padded, fp8e4m3, variant, *TURNED[padded], turned=Before(), **kind)
     if units.by_block:
         short = variant.rising and keys <= SHORT
         shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
@@ -96,6 +125,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, variant)
+        for head_dim, variant in itertools.product(TURNED, (FULL, CAUSAL)):
+            yield config_for(head_dim, variant, before=True)
         for head_dim, values in itertools.product(BLOCKED, (True, False)):
             yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
         yield config_for(128, CAUSAL, units=OfBlocks(True), keys=SHORT)
@@ -140,25 +171,16 @@ def make(config: Config):
     BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
     output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
-    O, WHOLE = rt(16, config.value_dim, fp32), config.value_dim <= HALF
-    readers = CONSUMERS * warpgroup.WARPGROUP
+    O, PART = rt(16, config.value_dim, fp32), config.part  # a consumer's rows of the output; columns of a product
+    WHOLE, TOGETHER = config.value_dim == PART, config.value_dim <= 128  # halves: have registers room for both?
+    readers, turned = CONSUMERS * warpgroup.WARPGROUP, config.turned
     smem = shared(
         q=ring(config.query, 1, readers),
         k=ring(config.key, config.stages, readers),
-        v=ring(config.value, config.stages, warpgroup.WARPGROUP),
-        turned=ring(config.turned, config.stages, readers, writers=warpgroup.WARPGROUP),
+        **turned.rings(config.kv, config.value_dim, config.stages, readers),
     )
     softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, bf16)
-
-    @inlined
-    def turn_over(j, v, turned, keys):
-        """The producer: V's tile j for the consumers. keys: how many of the first tile's are the sequence's."""
-        tile = v.wait(j)
-        if j == 0:
-            sequences.clear(tile, keys, 1)
-        warpgroup.transpose_zipped(turned.claim(j), tile)
-        turned.publish(j, fenced=True)
-        v.release(j)
+    VALUES, BEHIND = turned.source(config.kv, config.value_dim), turned.behind
 
     @inlined
     def scored(s, key, tile, of):
@@ -183,28 +205,32 @@ def make(config: Config):
         return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
 
     @inlined
-    def gained(o, lag, p, values):
-        """O, which lags, and a block's product, each summed by itself."""
+    def gained(o, lag, p, tile):
+        """O, which lags, and the product of a block's weights and its tile of values, each summed by itself."""
         if WHOLE:
-            return warpgroup.wait(warpgroup.mm_ABt(p, values)) + o * lag
-        else:  # one half of the columns after the other: there are not registers for more
-            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 0))) + columns(o, HALF, 0) * lag
-            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(values, HALF, 1))) + columns(o, HALF, 1) * lag
+            return warpgroup.wait(warpgroup.mm_ABt(p, tile)) + o * lag
+        elif TOGETHER:  # the first half of the columns is taken up while the tensor cores have the second
+            left, right = warpgroup.mm_ABt(p, subtile(tile, PART, 0)), warpgroup.mm_ABt(p, subtile(tile, PART, 1))
+            taken = warpgroup.wait(left, newer=1) + columns(o, PART, 0) * lag
+            return hstack(taken, warpgroup.wait(right) + columns(o, PART, 1) * lag)
+        else:  # one half after the other: there are not registers for more
+            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, PART, 0))) + columns(o, PART, 0) * lag
+            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, PART, 1))) + columns(o, PART, 1) * lag
             return hstack(left, right)
 
     def steps(cut):
         """A tile's key blocks; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, tile, k, turned, me, of):
+        def step(j, p, seen, tile, k, values, me, of):
             """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile:
             its units; the next one's are asked for while these are used, for loads, and their addresses, take long."""
             key = tiling.key(of.every, j, of.at)
             turn.take(me)
-            seen = seen._replace(o=gained(seen.o, seen.lag, p, turned.wait(j - 1)))
+            seen = seen._replace(o=gained(seen.o, seen.lag, p, values.turned.wait(j - 1)))
             s = warpgroup.mm_ABt(of.queries, k.wait(j))
             turn.give(me)
-            turned.release(j - 1)
+            values.turned.release(j - 1)
             s = warpgroup.wait(s)
             s = scored(s, key, tile, of)
             if cut:
@@ -220,13 +246,13 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend_fp8(
-        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gO: OUTPUT,
+        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gO: OUTPUT,
         gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
         gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
     ):  # fmt: skip
         """As hopper.py's `attend`, of arrays that stand for themselves times a unit: the product of a number and of one of each
         sequence and head of keys, or of each block of rows, too."""
-        q, k, v, turned = smem.open()
+        q, k, values = turned.opened(smem.open())
         me = warpgroup.id()
         block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
         block, batch, head = sequences.find(block, pair, heads, given)
@@ -237,13 +263,13 @@ def make(config: Config):
                 at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
                 every = tiling.key_blocks(row, at)
                 q.fill(0, gQ, (own.batch, own.query + row, head))
-                for j in range(int32(every.n + 1)):
+                for j in range(int32(every.n + BEHIND)):
                     if j < every.n:
-                        key = own.key + tiling.key(every, j, at)
-                        k.fill(j, gK, (own.batch, key, kv_head))
-                        v.fill(j, gV, (own.batch, key, kv_head))
+                        key = tiling.key(every, j, at)
+                        k.fill(j, gK, (own.batch, own.key + key, kv_head))
+                        turned.fill(values, j, gV, own, key, kv_head)
                     if j > 0:
-                        turn_over(int32(j - 1), v, turned, own.keys - tiling.key(every, 0, at))
+                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at))
             else:
                 warpgroup.claim_registers(claim)
                 turn.begin(me)
@@ -265,12 +291,12 @@ def make(config: Config):
                 p, seen = zipped(p), units.summed(seen, p, tile)
                 cut = int32(max(1, every.cut))
                 for j in range(int32(1), cut):
-                    p, seen, ahead = cut_step(j, p, seen, ahead, k, turned, me, of)
+                    p, seen, ahead = cut_step(j, p, seen, ahead, k, values, me, of)
                 for j in range(cut, every.n):
-                    p, seen, ahead = step(j, p, seen, ahead, k, turned, me, of)
+                    p, seen, ahead = step(j, p, seen, ahead, k, values, me, of)
                 q.release(0)
-                o = gained(seen.o, seen.lag, p, turned.wait(every.n - 1))
-                turned.release(every.n - 1)
+                o = gained(seen.o, seen.lag, p, values.turned.wait(every.n - 1))
+                values.turned.release(every.n - 1)
                 o = o * units.of_output(told, v_unit)
                 o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
                 output.store(gO, o, of.queries, own, row + EACH * me, head)

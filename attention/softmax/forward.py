@@ -66,7 +66,8 @@ VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("bloc
 FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
 IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
 
-AUTOGRAD = f"{__package__}.autograd"
+PACKAGE = sys.modules[__package__]
+ROUNDED = 2  # bytes of an element of q's dtype
 
 
 @by_other_names
@@ -197,19 +198,23 @@ def forward(
         )
     elif widened:
         refuse_with_fp8(q_descale=q_descale, block_lists=isinstance(blocks, Making))
-    elif units != (None, None, None):
+    elif not (q_descale is k_descale is v_descale is None):
         name = next(name for name, unit in zip(("q_descale", "k_descale", "v_descale"), units) if unit is not None)
         raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it out, or make them by attention.quantize")
-    if flag("deterministic", deterministic) and tracing(q):
+    if deterministic is not False and flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     simple = of_keys and of_scores and not held and not dropout and isinstance(aux, tuple) and not aux
-    if simple and out is lse is stream is None and accumulate is False and differentiated(q, k, v):
-        few = flag("causal", causal), common[0], deterministic, family, layout
-        made = _autograd().plain(q, k, v, few, common[1])
-        if made is not None:
-            return made
+    if simple and stream is lse is None and accumulate is False:  # what most calls are: each line costs them
+        if not differentiated(q, k, v):
+            if out is None or getattr(out, "itemsize", 0) == ROUNDED:
+                return _forward(None, (q, k, v, out, None), (flag("causal", causal), *common), layout)
+        elif out is None:
+            few = flag("causal", causal), common[0], deterministic, family, layout
+            made = _autograd().plain(q, k, v, few, common[1])
+            if made is not None:
+                return made
     learned = (
         q,
         k,
@@ -243,7 +248,7 @@ def forward(
         made = _autograd().differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
-    unrounded = out is not None and "float32" in str(getattr(out, "dtype", ""))
+    unrounded = out is not None and getattr(out, "itemsize", 0) != ROUNDED and "float32" in str(getattr(out, "dtype", ""))
     joins = accumulate is not False and flag("accumulate", accumulate)
     if joins and (held or out is None or lse is None):
         raise TypeError("accumulate: takes out and lse of float32, and k and v that are not of fp8")
@@ -256,7 +261,8 @@ def forward(
     normed = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
     functions = [None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))]
-    units_given, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", units)])
+    if held:
+        units_given, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", units)])
     if narrow:
         options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for
         given = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, lse
@@ -276,8 +282,8 @@ def forward(
 
 def _autograd() -> Any:
     """The module that takes tensors that require grad: it imports torch, which is there with them. An import statement would
-    take a microsecond of every call."""
-    found = sys.modules.get(AUTOGRAD)
+    take a microsecond of every call. The package has it once it is ready; sys.modules sooner, while another thread is at it."""
+    found = getattr(PACKAGE, "autograd", None)
     if found is None:
         from . import autograd as found
     return found

@@ -2,7 +2,8 @@
 
 Every consumer owns 64 query rows. Key blocks run from the last to the first, so that the ones a mask cuts come first.
 While the softmax of block j runs, the tensor cores compute O += P V of block j - 1, and consumers take turns to issue, so
-that one's softmax runs under another's products (FlashAttention-3, Shah et al. 2024).
+that one's softmax runs under another's products (FlashAttention-3, Shah et al. 2024). At a head_dim of 96 and 128 three
+consumers keep the tensor cores busier than two; their registers then do not hold P, which goes through shared memory.
 """
 
 import functools
@@ -24,7 +25,9 @@ from .kind import Kind, in_pages
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
 from .seen import CAUSAL, FULL
+from .sequences import Parts
 from .variants import At, Variant
+from .weights import InRegisters, InShared
 
 SHARED_BYTES = 227 * 1024
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
@@ -35,7 +38,8 @@ class Config(Kind):
     """A kernel's shape: consumers of 64 query rows each, stages of the rings of keys and values and of
     that of queries. persistent: a block a multiprocessor goes through many tiles and loads the next while it finishes one; else
     a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the place of its
-    queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products."""
+    queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products. stored: weights
+    go to their product with values by way of shared memory."""
 
     consumers: int
     stages: int = 2
@@ -43,6 +47,7 @@ class Config(Kind):
     queries: int = 1
     sent: bool = False
     turns: bool = True
+    stored: bool = False
 
     @property
     def rows(self):
@@ -64,32 +69,58 @@ class Config(Kind):
         """In which order consumers issue their products."""
         return warpgroup.ping_pong(self.consumers) if self.turns else AsTheyCome()
 
+    @property
+    def weights(self):
+        """Where weights lie."""
+        return (InShared if self.stored else InRegisters)(self.dtype)
+
     def __str__(self):
-        return super().__str__() + " persistent" * self.persistent + " sent" * self.sent
+        return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
 
 
-SHAPES = {64: (128, 3), 96: (128, 2), 128: (128, 2), 192: (112, 2), 256: (80, 2)}  # padded head_dim: (kv, consumers)
-ROOMY = {64: (128, 2), 192: (96, 2), 256: (64, 2)}  # the same where random numbers are drawn, which takes registers
-PAGED = {64: (128, 2)}  # the same where the producer looks up pages, which takes registers
-LOADED = {64: (128, 2), 96: (96, 2), 128: (96, 2), 192: (64, 2), 256: (48, 2)}  # the same where a bias is read
-FETCHED = LOADED | {64: (96, 3), 128: (128, 2)}  # the same where its numbers are those of columns
-BROUGHT = {64: (96, 3), 96: (128, 2), 128: (128, 2), 192: (80, 2), 256: (64, 2)}  # the same where TMA brings tiles of it
-SCORED = {128: (80, 3, 3)}  # the same, and stages, where something is made of scores: so two consumers are at that, not one
-NARROW = {(192, 128): (128, 2)}  # the same where values have fewer columns; else as if they had as many
-# Where tiles are short a persistent grid pays, often of another shape. Padded head_dim, causal: {keys, up to which: what is
-# other}; a pair that is not here is persistent as it is up to 2048 keys. bench/NOTES.md has the figures. At 64, causal, a
-# consumer passes by key blocks that none of its rows sees: the smaller they are, the more.
-SHORT: dict[tuple[int, bool], dict[int, dict[str, Any]]] = {
-    (64, False): {4096: {"stages": 3, "queries": 2, "sent": True}},
-    (64, True): {2048: {"kv": 64, "consumers": 4, "stages": 4, "queries": 2}, 4096: {"queries": 2, "sent": True}},
-    (96, False): {2048: {"queries": 2}},
-    (96, True): {2048: {"queries": 2}},
-    (128, False): {4096: {"queries": 2, "sent": True}},
-    (128, True): {2048: {"queries": 2}},
-    (256, True): {2048: {"turns": False}},
+def two(kv: int, **more: Any) -> dict[str, Any]:
+    """A shape: two consumers, and so many keys of a block."""
+    return {"kv": kv, "consumers": 2, "stages": 2, "stored": False} | more
+
+
+def three(kv: int, **more: Any) -> dict[str, Any]:
+    """The same of three consumers."""
+    return two(kv) | {"consumers": 3} | more
+
+
+# Of a padded head_dim, and what is other where something takes registers
+SHAPES = {64: three(128), 96: two(128), 128: two(128), 192: two(112), 256: two(80)}
+ROOMY = {64: two(128), 192: two(96), 256: two(64)}  # random numbers are drawn
+PAGED = {64: two(128)}  # the producer looks up pages
+LOADED = {64: two(128), 96: two(96), 128: two(96), 192: two(64), 256: two(48)}  # a bias is read
+FETCHED = LOADED | {64: three(96), 128: two(128)}  # ... whose numbers are those of columns
+BROUGHT = {64: three(96), 96: two(128), 128: two(128), 192: two(80), 256: two(64)}  # ... of which TMA brings tiles
+SCORED = {128: three(80, stages=3)}  # something is made of scores: two consumers are at that, not one
+NARROW = {(192, 128): two(128)}  # values have fewer columns; else as if they had as many
+# What is other up to how many keys. Where tiles are short a persistent grid pays, often of another shape. bench/NOTES.md has
+# the figures. At 64, causal, a consumer passes by key blocks that none of its rows sees: the smaller they are, the more.
+PERSISTENT = {"persistent": True}
+BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {  # of a padded head_dim, causal or not
+    (64, False): {4096: PERSISTENT | {"stages": 3, "queries": 2, "sent": True}},
+    (64, True): {
+        2048: PERSISTENT | {"kv": 64, "consumers": 4, "stages": 4, "queries": 2},
+        4096: PERSISTENT | {"queries": 2, "sent": True},
+    },
+    (96, False): {1024: PERSISTENT | {"queries": 2}, math.inf: three(128, stored=True)},
+    (96, True): {
+        1024: PERSISTENT | {"queries": 2},
+        2048: PERSISTENT | three(128, stored=True),
+        math.inf: three(128, stored=True),
+    },
+    (128, False): {2048: PERSISTENT | {"queries": 2, "sent": True}, math.inf: three(128, stored=True, turns=False)},
+    (128, True): {2048: PERSISTENT | {"queries": 2}},
+    (256, True): {2048: PERSISTENT | {"turns": False}},
 }
-PLAIN: dict[int, dict[str, Any]] = {2048: {}}
-WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # the same of windows of up to 2048 keys, by head_dim
+CAPPED = {1024: PERSISTENT | three(128, stored=True), math.inf: three(128, stored=True)}
+SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
+SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
+WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
+OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
 
 def config_for(
@@ -101,16 +132,18 @@ def config_for(
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem in which queries see so many keys: the next larger dims of SHAPES, persistent
-    where tiles are short. kind: what else a Kind says."""
+    where tiles are short. kind: what else a Kind says. Parts of a sequence have the key blocks of the whole, for equal bits."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    if padded != wide or kind or variant.draws or not variant.computed:
-        shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
-        shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
-        return Config(padded, wide, dtype, variant, *(shape or _shape(max(padded, wide), variant)), **kind)
-    return _config(padded, dtype, variant, next((end for end in _short(padded, variant) if keys <= end), None))
+    parts = kind.get("lie") is Parts and not kind["axes"] and not kind["by_list"]
+    if padded == wide and variant.computed and not variant.draws and (parts or not kind):
+        whole = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
+        return replace(whole, persistent=False, queries=1, sent=False, **kind) if kind else whole
+    shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
+    shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
+    return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
 
-def _shape(padded: int, variant: Variant) -> Any:
+def _shape(padded: int, variant: Variant) -> dict[str, Any]:
     """Of a variant's tiles."""
     loaded = FETCHED if variant.fetches and not variant.draws else LOADED
     loaded = BROUGHT if variant.brings and not variant.draws else loaded
@@ -118,24 +151,28 @@ def _shape(padded: int, variant: Variant) -> Any:
     return shapes.get(padded, SHAPES[padded])
 
 
-def _short(padded: int, variant: Variant) -> dict[int, dict[str, Any]]:
+def _by_length(padded: int, variant: Variant) -> dict[float, dict[str, Any]]:
     """Up to how many keys what is other."""
     if variant.plain:
-        return SHORT.get((padded, variant.rising), PLAIN)
-    return PLAIN if variant.from_first or variant.scored else {2048: WINDOW.get(padded, {})}
+        return BY_LENGTH.get((padded, variant.rising), OTHERS)
+    if variant.scored and variant.from_first and not (variant.loads or variant.brings):
+        return SCORED_BY_LENGTH.get((padded, variant.bends), OTHERS)
+    return OTHERS if variant.from_first or variant.scored else {2048: PERSISTENT | WINDOW.get(padded, {})}
 
 
 @functools.lru_cache(1024)
-def _config(padded: int, dtype: dtype, variant: Variant, end: int | None) -> Config:
-    config = Config(padded, padded, dtype, variant, *_shape(padded, variant))
-    return config if end is None else replace(config, persistent=True, **_short(padded, variant)[end])
+def _config(padded: int, dtype: dtype, variant: Variant, end: float | None) -> Config:
+    other = {} if end is None else _by_length(padded, variant)[end]
+    return Config(padded, padded, dtype, variant, **_shape(padded, variant) | other)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            yield from (_config(head_dim, of, variant, end) for end in (*_short(head_dim, variant), None))
+            yield from dict.fromkeys(
+                config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)
+            )
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
 
@@ -168,7 +205,7 @@ def make(config: Config):
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
-    brought = config.brought
+    brought, weights = config.brought, config.weights
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
     PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
@@ -177,6 +214,7 @@ def make(config: Config):
         q=ring(config.query, config.queries, readers),
         k=ring(config.key, config.stages, readers),
         v=ring(config.value, config.stages, readers),
+        **weights.memory(ROWS, KV),
         **brought.rings(config.stages, readers),
     )
     softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, config.dtype)
@@ -214,7 +252,7 @@ def make(config: Config):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, queries, k, v, tiles, me, at, key, scale, slack):
+        def step(j, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
@@ -231,7 +269,7 @@ def make(config: Config):
             seen, p = seen.add(p), variant.drop(p, at, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
-            return INPUT(p), seen._replace(o=o)  # P is rounded here, not earlier: the mma reads its registers until wait(o)
+            return weights.handed(p, room, me), seen._replace(o=o)  # here, not earlier: the mma reads P until wait(o)
 
         return step
 
@@ -270,7 +308,7 @@ def make(config: Config):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores. A tile is a block of
         query rows of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group` query heads share a
         key head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
-        q, k, v, tiles = brought.open(smem)
+        q, k, v, tiles, room = weights.opened(brought.open(smem))
         me = warpgroup.id()
         r = j = int32(0)  # tiles and key blocks so far
         if me == PRODUCER:
@@ -324,13 +362,15 @@ def make(config: Config):
                     begun = output.begin(softmax, variant, at, gO, gLse, own, row, scale)
                     seen = begun.moved(s, below, scale, slack)
                     p = seen.weights(s, below, scale)
-                    p, seen = INPUT(variant.drop(p, at, key)), seen.add(p)
+                    p, seen = weights.handed(variant.drop(p, at, key), room, me), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
-                        p, seen = cut_step(i, p, seen, queries, k, v, tiles, me, at, tiling.key(every, i - j, at), scale, slack)
+                        key = tiling.key(every, i - j, at)
+                        p, seen = cut_step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
                     for i in range(int32(first + cut), end):
-                        p, seen = step(i, p, seen, queries, k, v, tiles, me, at, tiling.key(every, i - j, at), scale, slack)
+                        key = tiling.key(every, i - j, at)
+                        p, seen = step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
                     output.release(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
                     v.release(end - 1)

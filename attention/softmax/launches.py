@@ -13,7 +13,7 @@ from tiles.schema import Problem
 
 from ..cache import narrowing
 from ..families import choose, needs_hopper
-from . import ampere, block_masks, eight_bits, hopper, norms
+from . import ampere, block_masks, eight_bits, hopper, norms, turning
 from . import blocks as lists
 from .assembled import Assembled
 from .block_masks import Blocked
@@ -68,6 +68,15 @@ class Before:
         step = kernel_for(narrowing, config, problem.device)
         told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
         self.steps.append(step.bind(grid, **told))
+        return found
+
+    def turned(self, values: Operand) -> Operand:
+        """V of fp8, its keys as columns: see turning.py."""
+        batch, rows, heads, columns = values.form.shape
+        blocks = -(-rows // turning.KEYS)
+        found = self.memory((batch, heads, columns, turning.KEYS * blocks), values.form.dtype)
+        config = turning.Config(eight_bits.padded_dim(columns))
+        self.launch(turning, config, batch * heads * blocks, gV=values, gTurned=found, blocks=blocks, heads=heads)
         return found
 
     def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
@@ -182,6 +191,8 @@ def planned(
             return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
         given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
     keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
+    if isinstance(config, eight_bits.Config) and config.turned.before:
+        values = before.turned(values)
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
     return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch, give)
@@ -205,7 +216,10 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
     if dtype is fp8e4m3:
         blocked = of_blocks(problem)
         units = OfBlocks("v_descale" in blocked, "k_descale" in problem) if blocked else eight_bits.HEADS
-        return eight_bits.config_for(head_dim, made.variant, value_dim, units, kv_len, **kind)
+        batch, q_len, heads, kv_heads = problem("BSHG")
+        load = q_len, batch * heads, heads // kv_heads, gpu.processors
+        before = eight_bits.pays_to_turn(eight_bits.padded_dim(head_dim, value_dim), *load)
+        return eight_bits.config_for(head_dim, made.variant, value_dim, units, kv_len, before, **kind)
     if tma:
         return hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()

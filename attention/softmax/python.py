@@ -8,9 +8,11 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from operator import index
-from types import CellType, ModuleType
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 EXAMPLES = {"mask": "lambda b, h, i, j: j <= i", "score": "lambda s, b, h, i, j: s + j - i"}
 LIBRARIES = "cupy", "jax", "numpy", "scipy", "torch"  # whose functions take arrays, but no tiles of a kernel
+CURES = {  # of what Python or NumPy say
+    "truth value of an array": "it has no `if`, `and`, `or`, `not` and no a < b < c: say & | ~ and where",
+    "converted to Python scalars": "the functions of math take numbers: use those of ops, exp, log, sqrt, tanh, ...",
+}
 TRIED = 4  # queries and keys that a function is tried on
 
 
@@ -36,6 +42,9 @@ class _Function:
 
 
 _KNOWN: dict[str, Callable] = {}
+_PASSING: deque[str] = deque()  # the names that are of one call each, which are forgotten in time
+_CALLS = count()
+REMEMBERED = 1 << 16  # such names: a backward pass asks for those of the step
 
 
 def named(option: str, function: Any) -> str | None:
@@ -83,8 +92,15 @@ def _named(option: str, function: Any, held: tuple[Any, ...]) -> str:
             raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}, and this is {given}")
         raise TypeError(f"{option}: must be a Python function, such as {EXAMPLES[option]}: {option}={function!r:.200}")
     digest = identity(_Function(function))
-    name = f"{function.__name__} {digest.hex()[:32] if isinstance(digest, bytes) else digest}"
-    _KNOWN.setdefault(name, function)
+    if isinstance(digest, bytes):
+        name = f"{function.__name__} {digest.hex()[:32]}"
+        _KNOWN.setdefault(name, function)
+        return name
+    name = f"{function.__name__} of call {next(_CALLS)}"  # it reads what may change: no other call's name serves it
+    _KNOWN[name] = function
+    _PASSING.append(name)
+    if len(_PASSING) > REMEMBERED:
+        _KNOWN.pop(_PASSING.popleft())
     return name
 
 
@@ -115,40 +131,43 @@ def _around(function: Callable) -> dict[str, Any]:
     }
 
 
-def _foreign(function: Callable) -> Iterator[tuple[str, str]]:
-    """The functions of array libraries that a function names, whole and by themselves: ("np.where", "where")."""
+def _named_around(function: Callable) -> Iterator[tuple[str, Any]]:
+    """What the code of a function reads from around it, and of it: ("np", ..), ("np.where", ..), ("self.table", ..)."""
     space, said, at = _around(function), "", None
     for instruction in dis.get_instructions(function.__code__):
-        if isinstance(at, ModuleType) and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        if at is not None and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             said, at = f"{said}.{instruction.argval}", getattr(at, instruction.argval, None)
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
             said, at = instruction.argval, space.get(instruction.argval)
         else:
-            continue
-        home = getattr(at, "__module__", None) or type(at).__module__
-        if callable(at) and not isinstance(at, type) and home.partition(".")[0] in LIBRARIES:
-            yield said, getattr(at, "__name__", said)
+            said, at = "", None
+        if at is not None:
+            yield said, at
 
 
 def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
     """Try a mask or score on a few places, with arrays of zeros like `aux`. TypeError that names the option: it cannot be
     called like that, it reads an array that is not in aux or calls what kernels have not, a mask gives no truth values, a score
     not a number for each query and key."""
-    for name, value in _around(function).items():
+    for said, value in _named_around(function):
         if isinstance(value, np.ndarray) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
-            raise TypeError(f"{option}: reads the array {name} from around it: pass it in aux, and take it as an argument")
-    for said, name in _foreign(function):
-        cure = f"use ops.{name}" if hasattr(ops, name) else "say it with comparisons, & | ~, arithmetic and the maps of ops"
-        raise TypeError(f"{option}: calls {said}, which kernels have not; {cure}")
+            raise TypeError(f"{option}: reads the array {said} from around it: pass it in aux, and take it as an argument")
+        home = getattr(value, "__module__", None) or type(value).__module__
+        if callable(value) and not isinstance(value, type) and home.partition(".")[0] in LIBRARIES:
+            name = getattr(value, "__name__", said)
+            cure = f"use ops.{name}" if hasattr(ops, name) else "say it with comparisons, & | ~, arithmetic and the maps of ops"
+            raise TypeError(f"{option}: calls {said}, which kernels have not; {cure}")
     arrays = [np.broadcast_to(np.zeros((), np.dtype(form.dtype)), form.shape) for form in aux]
     i, j, s = np.zeros((TRIED, 1), int), np.zeros((1, TRIED), int), np.zeros((TRIED, TRIED), np.float32)
     called = f"{option}({'s, ' * (option == 'score')}b, h, i, j{''.join(f', aux{n}' for n in range(len(aux)))})"
     try:
-        found = np.asarray(function(*([s] if option == "score" else []), 0, 0, i, j, *arrays))
+        given = function(*([s] if option == "score" else []), 0, 0, i, j, *arrays)
+        if isinstance(given, (tuple, list, dict, type(None))):
+            raise TypeError(f"it gives {'nothing' if given is None else f'a {type(given).__name__}'}")
+        found = np.asarray(given)
         np.broadcast_to(found, s.shape)
     except Exception as error:
-        branch = "truth value of an array" in str(error)
-        cure = "; it has no `if`, `and`, `or`, `not` and no a < b < c: say & | ~ and where" if branch else ""
+        cure = "".join(f"; {cure}" for words, cure in CURES.items() if words in str(error))
         raise TypeError(f"{option}: {called} fails on NumPy arrays: {type(error).__name__}: {error}{cure}") from error
     if (found.dtype == bool) != (option == "mask") or found.dtype.kind not in "biuf":
         wanted = "truth values, such as j <= i" if option == "mask" else "numbers"

@@ -8,6 +8,8 @@ import itertools
 from typing import NamedTuple
 
 from tiles.dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
+from tiles.pipeline import pipeline
+from tiles.ring import ring
 from tiles.types import pending, rt, st
 
 MULTIPLE = 16  # of a product's rows and columns
@@ -123,9 +125,40 @@ def check(name, acc, a, b):
             fits, m = fits and m == ROWS[scope][type(a)] and n <= WIDEST, ROWS[scope][rt]
         if fits and acc in (None, rt(m, n, fp32), pending(rt(m, n, fp32))):
             return m, n, k
-    said = ", ".join(str(x) for x in (acc, a, b) if x is not None)
+    said = f"{', '.join(str(x) for x in (acc, a, b) if x is not None)}{_wrong(name, acc, a, b, spaces)}"
     rest = f"m and n multiples of {MULTIPLE}, k of {SLICE} bytes" + f"; n up to {WIDEST}; only acc in flight" * bool(scope)
     raise TypeError(f"{name}: got {said}; {_listed(scope, name)} ({rest})")
+
+
+COLUMNS = ', "col"'
+
+
+def _wrong(name, acc, a, b, spaces):
+    """What is wrong with these operands, where it is one thing."""
+    transposed = transposed_in(name)
+    for letter, x in zip("ab", (a, b)):
+        if isinstance(x, (ring, pipeline)):
+            return f": {letter} is a {type(x).__name__}, whose j-th tile is `{letter}.wait(j)`"
+        if isinstance(x, pending):
+            return f": {letter} is in flight, take it with warpgroup.wait(...) first"
+        if not isinstance(x, (rt, st)):
+            return f": {letter} is no tile"
+    if spaces is None and a.dtype is b.dtype is fp32:
+        return ": fp32 is not multiplied; load a and b as bf16, fp16 or tf32, or convert them, as bf16(a)"
+    if spaces is None:
+        return f": {a.dtype} and {b.dtype} are not multiplied with each other by this op"
+    for letter, x, layout in zip("ab", (a, b), transposed.layouts):
+        if isinstance(x, rt) and x.layout != layout:
+            its = f"rt({x.rows}, {x.cols}, {x.dtype}{COLUMNS * (layout == 'col')})"
+            return f": {letter} must be in {layout} layout, {its}: load it so, or swap_layout it"
+    (m, k), (along, n) = a.shape[:: -1 if transposed.left else 1], b.shape[:: -1 if transposed.right else 1]
+    if along != k:
+        return f": k is {k} of a and {along} of b"
+    if isinstance(acc, rt) and acc.dtype is not fp32:
+        return ": acc must be fp32; the sum is converted, as bf16(acc)"
+    if isinstance(acc, rt) and "." not in name and acc.shape != (m, n):
+        return f": acc must be rt({m}, {n}, fp32)"
+    return ""
 
 
 def _may_lie(x, kinds, layout):

@@ -18,7 +18,7 @@ registers that this one reads: compiling warns of it (tiles/overwritten.py).
 import numpy as np
 
 from tiles import layout, ptx
-from tiles.builder import i32, i64
+from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32, tf32
 from tiles.interpreter import here, span
 from tiles.op import lowers, op
@@ -86,7 +86,8 @@ def _emit(b, name, out, acc, a, right, vacc, va, vright):
     registers = _left_registers(b, a, va) if isinstance(a, rt) else []
     settled = isinstance(acc, rt)  # the registers of one in flight pass to the next wgmma untouched, not even by the fence
     parts = ptx.wgmma_fence(b, (b.unpack(vacc) if settled else []) + registers)
-    c = parts[: out.elements] if settled else b.unpack(vacc) if acc else [b.real(0)] * out.elements
+    fresh = [b.undefined(f32)] * out.elements  # without an accumulator the first product writes and does not read
+    c = parts[: out.elements] if settled else b.unpack(vacc) if acc else fresh
     registers = parts[len(parts) - len(registers) :]
     left = None if registers else _operand(b, a, va, transposed.left)
     step = _operand(b, right, vright, not transposed.right)
@@ -179,7 +180,11 @@ def wait(tile=None, newer=0):
 @lowers(wait)
 def _(tile, newer: int):
     if not (tile is None or isinstance(tile, pending)):
-        raise TypeError(f"wait: takes a tile in flight (from mm_* or mma_*), got {tile}")
+        loops = (
+            ": if a loop before makes it one in flight, it would be none after no rounds; begin with mm_* before the loop, or "
+        )
+        cure = f"{loops}wait within it" if isinstance(tile, rt) else ""
+        raise TypeError(f"wait: takes a tile in flight (from mm_* or mma_*), got {tile}{cure}")
     if newer < 0:
         raise TypeError(f"wait: newer must be 0 or more, got {newer}")
     if tile is None:

@@ -33,14 +33,19 @@ QUAD = 4  # elements of a lane that lie together in shared memory
 ROW = 8 * QUAD  # columns of a shared tile that takes held ones: eight lanes' elements, a row of all banks
 
 
-def _line(array, spec, at):
+def _line(array, spec, at, together):
     """The part of a global array from index `at` on that a tile takes, as a line."""
     whole, start = np.asarray(array), int(np.dot([int(i) for i in at], array.strides)) // fp32.itemsize
     if not whole.flags.c_contiguous:
         raise here().hazard(f"held tiles lie in C-ordered arrays, and this one's strides are {array.strides}")
     if not 0 <= start <= whole.size - LANES * spec.elements:
         raise here().hazard(f"index {at} and a tile behind it are out of range for an array of shape {array.shape}")
-    return whole.reshape(-1)[start : start + LANES * spec.elements]
+    line = whole.reshape(-1)[start : start + LANES * spec.elements]
+    if line.ctypes.data % (together * fp32.itemsize):
+        raise here().hazard(
+            f"{together} elements go together, and those at index {at} begin at {line.ctypes.data:#x}, no multiple"
+        )
+    return line
 
 
 def _places(spec, together=1):
@@ -56,7 +61,7 @@ def add_held(target, value, at, together=1):
     """Add an fp32 tile in registers to a global array, from index `at` on, in the order in which the lanes hold it. Each
     element is added atomically, and nobody waits for it. target: C-ordered, fp32; a tile takes as many elements as it has.
     together: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
-    line = _line(target, value.spec, at)
+    line = _line(target, value.spec, at, together)
     here().touches(target, READ)  # too: two blocks that add to one place must not do so at once
     line[_places(value.spec, together)] += value.array
     note(Touched, line, True)
@@ -65,7 +70,7 @@ def add_held(target, value, at, together=1):
 @op
 def load_held(source, spec, at, together=1):
     """The tile of type `spec` that was added by add_held. together: 4 if it came through a shared tile."""
-    line = _line(source, spec, at)
+    line = _line(source, spec, at, together)
     note(Touched, line, False)
     return line[_places(spec, together)]
 

@@ -11,7 +11,7 @@ from numba.cuda import types
 from tiles.interpreter import Touched, here, note
 from tiles.op import lowers, op
 from tiles.plumbing import void
-from tiles.types import rt, rv, st, sv
+from tiles.types import remote, rt, rv, st, sv
 from tiles.values import SharedTile
 
 from . import global_elements, global_vectorized, shared_tiles, shared_vectors
@@ -45,7 +45,14 @@ def check_store(name, target, value, at, rows, cols, is_aligned, warps):
         if is_aligned:
             global_vectorized.check(name, target, value, is_aligned)
     else:
-        raise TypeError(f"{name}: the target must be a shared tile or vector, or a global array, got {target}")
+        raise TypeError(
+            f"{name}: the target must be a shared tile or vector, or a global array, got {target}{_of_peers(target)}"
+        )
+
+
+def _of_peers(x):
+    """What is said of another block's shared memory."""
+    return ": each warp reads and writes its part of it by cluster.load and cluster.store" if isinstance(x, remote) else ""
 
 
 def _check_unaligned(name, shared, is_aligned):
@@ -65,7 +72,9 @@ def check_load(name, source, spec, at, rows, cols, is_aligned, warps):
         if is_aligned:
             global_vectorized.check(name, source, spec, is_aligned, loads=True)
     else:
-        raise TypeError(f"{name}: the source must be a shared tile or vector, or a global array, got {source}")
+        raise TypeError(
+            f"{name}: the source must be a shared tile or vector, or a global array, got {source}{_of_peers(source)}"
+        )
 
 
 def lower_store(target, value, rows, cols, is_aligned, first_row):

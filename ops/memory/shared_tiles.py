@@ -30,6 +30,9 @@ def check(name, tile, verb, spec, at, warps):
     """A shared tile is loaded and stored whole, by one warp or by four."""
     if not isinstance(spec, rt) or tile.shape != (warps * spec.rows, spec.cols):
         together = f": four warps {TOGETHER[verb]} it together, by warpgroup.{name}"
+        if name.startswith("cluster."):
+            part = f"cluster.map(subtile(tile, {getattr(spec, 'rows', 16)}, warpgroup.rank()), block)"
+            together = f": four warps {TOGETHER[verb]} it together, each its part, {part}"
         fits = warps == 1 and isinstance(spec, rt) and tile.shape == (4 * spec.rows, spec.cols)
         raise TypeError(f"{name}: {tile} does not {verb} {f'{warps} x ' * (warps > 1)}{spec}{together * fits}")
     try:

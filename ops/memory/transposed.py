@@ -17,15 +17,15 @@ BASE = 16  # rows of a warp
 
 
 @op
-def load_transposed(tile, spec):
+def load_transposed(tile, spec, fenced=True):
     """The warp's 16 rows of tile.T, as `spec`: rt(16, tile.rows) of the tile's dtype, from a 2-byte shared tile of 64 columns,
-    16 for each warp. This is wgmma's left operand; ldmatrix transposes on the way."""
+    16 for each warp. This is wgmma's left operand; ldmatrix transposes on the way. fenced: as in `load`."""
     first = BASE * here().rank
-    return here().read(tile)[:, first : first + BASE].T
+    return here().read(tile, fence=fenced, cols=range(first, first + BASE)).T
 
 
 @lowers(load_transposed)
-def _(tile, spec: type):
+def _(tile, spec: type, fenced: int):
     ok = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.cols == WARPGROUP * BASE and tile.rows % BASE == 0
     if not ok or spec != rt(BASE, tile.rows, tile.dtype):
         raise TypeError(f"load_transposed: takes a 2-byte st(k, 64) and rt(16, k) of its dtype, got {tile} and {spec}")
@@ -37,7 +37,8 @@ def _(tile, spec: type):
             b, tile, transpose, address, b.u32(0), first_col=b.mul(FOUR_WARPS.emit_rank(b), b.u32(BASE))
         ):
             registers += ptx.ldmatrix(b, at, transposed=True)
-        ptx.reads_done(b)
+        if fenced:
+            ptx.reads_done(b)
         return b.pack(registers)
 
     return spec, emit

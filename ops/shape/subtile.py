@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from tiles.interpreter import here
 from tiles.op import integer, lowers, op
-from tiles.types import st, sv
+from tiles.types import remote, st, sv
 from tiles.values import SharedTile
 
 
@@ -61,7 +61,8 @@ def _(tile, rows: int, index, cols: int, across):
         return replace(tile, length=rows), lambda b, address, _, i, *__: b.add(address, b.mul(b.u32(i), b.u32(step)))
     if not (isinstance(tile, st) and integer(index) and integer(across)):
         numbers = f"{index} and {across}" if cols else index
-        raise TypeError(f"subtile: takes a shared tile, its rows and an integer, got {tile} and {numbers}")
+        first = f": of the block's own, {tile.item}, and then cluster.map(part, block)" if isinstance(tile, remote) else ""
+        raise TypeError(f"subtile: takes a shared tile, its rows and an integer, got {tile} and {numbers}{first}")
     if rows < 8 or rows % 8 or tile.rows % rows:
         raise TypeError(f"subtile: rows must be a multiple of 8 that divides {tile.rows}, got {rows}")
     if not 0 <= cols <= tile.cols or cols % tile.panel_cols:

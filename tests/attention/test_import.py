@@ -23,6 +23,35 @@ def test_import_alone_is_light():
     assert "attention" in run.stdout.split() and not heavy & set(run.stdout.split())
 
 
+WAITS = """
+import importlib.abc, importlib.util, sys, threading, time
+import torch
+from attention.softmax.forward import _autograd
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "attention.softmax.autograd":
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (begun.set(), time.sleep(0.3), run(module))
+            return spec
+
+begun, thread = threading.Event(), threading.Thread(target=_autograd)
+sys.meta_path.insert(0, Slow())
+thread.start(), begun.wait()
+assert hasattr(_autograd(), "plain") and _autograd() is sys.modules["attention.softmax.autograd"]
+thread.join()
+"""
+
+
+def test_what_another_thread_imports_is_waited_for():
+    """The first call of a form may have a thread prepare its gradient, while the next one asks for it."""
+    pytest.importorskip("torch")
+    run = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize("name", attention.__all__)
 def test_each_function_is_one_object(name):
     function = getattr(attention, name)

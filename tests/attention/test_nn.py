@@ -145,11 +145,29 @@ def test_compiles_whole(name):
     (dict(heads=4, head_dim=0), "head_dim: must be a multiple of 8, from 8 to 256: head_dim=0"),
     (dict(heads=5), "dim: must be a multiple of heads"),
     (dict(heads=1, rotary=-1.0), "rotary: must be positive, and finite in float32: rotary=-1.0"),
+    (dict(heads=3, window=(-1, 0)), r"window: its ends must not be negative, .*: window=\(-1, 0\)"),
+    (dict(heads=3, softcap=0.0), "softcap: must be positive, and finite in float32: softcap=0.0"),
     (dict(heads=1, head_dim=12), "head_dim: must be a multiple of 8, from 8 to 256: head_dim=12"),
 ])  # fmt: skip
 def test_what_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         Attention(DIM, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(9, DIM), (1, 1, 9, DIM), (2, 9, DIM - 8)])
+def test_of_another_shape(shape):
+    for rotary in None, 10_000:
+        with pytest.raises(ValueError, match=rf"^x: must be \(B, S, {DIM}\): x.shape=\({', '.join(map(str, shape))}\)"):
+            Attention(DIM, heads=3, rotary=rotary)(torch.zeros(shape))
+
+
+def test_without_memory():
+    """Shapes alone, forward and backward."""
+    module = Attention(DIM, heads=3, causal=True, rotary=10_000, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(2, 9, DIM, device="meta", dtype=torch.bfloat16)
+    y = module(x)
+    y.sum().backward()
+    assert y.shape == x.shape and all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_what_is_printed():

@@ -1,5 +1,6 @@
-"""All programs on a device that is none: a call whose plan is found by a function of lengths launches what a call does that is
-planned anew, and is refused in the same words."""
+"""All programs on a device that is none: a call whose plan is found by a function of lengths, or that is served by what was
+written for the form of those before (tiles/again.py), launches what a call does that is planned anew, and is refused in the
+same words."""
 
 import contextlib
 import ctypes
@@ -43,14 +44,25 @@ MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
 
 
 class Lent:
-    """An array of a form, said to lie on a GPU."""
+    """An array of a form, said to lie on a GPU; it answers what tensors do."""
+
+    is_nested = False
 
     def __init__(self, pointer, form):
         self.pointer, self.form = pointer, form
 
+    def data_ptr(self):
+        return self.pointer
+
+    def size(self, axis):
+        return self.form.shape[axis]
+
+    def stride(self, axis):
+        return self.form.strides[axis] // self.form.itemsize
+
 
 class OnDevice(Kind):
-    """What is made lies one behind the other."""
+    """What is made lies one behind the other. What is read of arrays are elements, as it is of tensors."""
 
     def __init__(self):
         self.made = []
@@ -58,11 +70,34 @@ class OnDevice(Kind):
     def describe(self, x, name):
         return Array(x.pointer, x.form, x, self)
 
+    def reader(self, needed):
+        def read(*arrays):
+            sort = [x and (x.form.dtype, x.form.device, x.form.readonly) for x in arrays]
+            lengths = [x and (x.form.shape, self.steps(x), x.form.past if x.pointer else -1) for x in arrays]
+            return tuple(sort), tuple(lengths), [x.pointer if x else 0 for x in arrays], None
+
+        return read
+
+    def steps(self, x):
+        return tuple(map(x.stride, range(len(x.form.shape))))
+
+    def alike(self, arrays, shapes, strides):
+        sorts = [x.form.dtype for x in arrays]
+
+        def same(wanted, found):
+            return len(wanted) == len(found) and all(n in (None, m) for n, m in zip(wanted, found))
+
+        def check(*others):
+            return [x.form.dtype for x in others] == sorts and all(
+                same(shape, x.form.shape) and same(steps, self.steps(x)) for x, shape, steps in zip(others, shapes, strides)
+            )
+
+        return check, bool, lambda device: 0
+
     def maker(self, home, shape, dtype):
         return lambda: self.made.append((shape, dtype)) or Lent(2**60 + len(self.made) * 2**50, None)
 
-    def address(self, x):
-        return x.pointer
+    address = staticmethod(Lent.data_ptr)
 
 
 @pytest.fixture
@@ -121,7 +156,7 @@ def gpu(monkeypatch):
     def call(program, arrays, options, layout):
         launches.clear(), kind.made.clear()
         try:
-            program.run(0, arrays, options, layout)
+            program(None, arrays, options, layout)
         except (TypeError, ValueError, OverflowError) as error:
             return type(error), str(error)
         return list(launches), list(kind.made)
@@ -166,8 +201,8 @@ def calls(draw, name):
         row: dtype if argument.holds == "tile" else draw(st.sampled_from(argument.dtypes)) for row, argument in rows.items()
     }
     options = tuple(draw(OPTIONS[option, kind]) for option, kind in _options(program.planner).items())
-    made = []
-    for _ in range(draw(st.integers(2, 5))):
+    made, before, gaps, grows = [], {}, {}, draw(st.sampled_from([None, "", "T", "S", "ST", "B"]))
+    for n in range(draw(st.integers(2, 5) if grows is None else st.integers(4, 6))):
         extents = fixed | {"B": draw(st.integers(1, 3)), "S": draw(LENGTH), "T": draw(LENGTH), "N": draw(st.integers(1, 5))}
         extents |= {
             "C": draw(st.integers(0, 300)) if "pages" in axes_of else extents["B"],
@@ -181,6 +216,11 @@ def calls(draw, name):
             extents |= {"B": 1, "E": extents["N"] + 1}
         else:
             extents["N"] = extents["B"]
+        if before and grows is not None:  # all else stays, and what grows does so by a little, but for once
+            kept = {axis: before[axis] + draw(st.sampled_from([0, 1, 1, 2, 64])) for axis in grows if axis != "B"}
+            extents = before | (kept if draw(st.integers(0, 4)) else {}) | {"B": extents["B"] if grows == "B" else before["B"]}
+            extents |= {axis: extents["B"] for axis in "NCU" if before[axis] == before["B"]}
+        before = extents
         memory, arrays = itertools.count(MEMORY, ROOM), {}
         for row, axes in axes_of.items():
             shape = [extents[axis] for axis in axes]
@@ -188,7 +228,9 @@ def calls(draw, name):
                 wrong = draw(st.integers(0, len(shape) - 1))
                 if axes[wrong] in VARY:
                     shape[wrong] += 1
-            arrays[row] = lent(draw, schema.arguments[row], shape, kinds[row], layout, next(memory))
+            gap = gaps.setdefault((row, n if grows is None else 0), [draw(st.sampled_from([0, 0, 0, 1, 8])) for _ in shape])
+            past = 0 if grows is not None else draw(st.sampled_from([0, 0, 0, 0, 8, None]))
+            arrays[row] = lent(draw, schema.arguments[row], shape, kinds[row], layout, next(memory), gap, past)
         if "out" in arrays and draw(st.integers(0, 5)) == 0:
             arrays["out"].pointer = arrays[draw(st.sampled_from(list(arrays)))].pointer
         made.append((tuple(arrays.get(row) for row in schema.names), options, layout))
@@ -216,16 +258,17 @@ OPTIONS |= {
 }
 
 
-def lent(draw, argument, shape, dtype, layout, pointer):
-    """An array of a canonical shape in a larger one, in the caller's order of axes."""
+def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
+    """An array of a canonical shape in a larger one, in the caller's order of axes. past: a multiple of ALIGNMENT; None: an
+    element."""
     size = ITEMSIZE[dtype]
-    outer = [n + draw(st.sampled_from([0, 0, 0, 1, 8])) * (axis > 0) for axis, n in enumerate(shape)]
-    if draw(st.booleans()):
+    outer = [n + gap * (axis > 0) for axis, (n, gap) in enumerate(zip(shape, gaps))]
+    if gaps[0] == 0:
         outer[-1] = shape[-1]
     strides = contiguous(tuple(map(max, outer, itertools.repeat(1))), size)
     (_, order) = argument.orders(layout)[len(shape)]
     back = [order.index(axis) for axis in range(len(order))] if order else range(len(shape))
-    past = draw(st.sampled_from([0, 0, 0, 0, 8, size]))
+    past = size if past is None else past
     form = Form(tuple(shape[axis] for axis in back), tuple(strides[axis] for axis in back), dtype, 0, size, past)
     return Lent(pointer + past, form)
 
@@ -245,15 +288,16 @@ def fresh(call, *given):
 @given(data=st.data())
 def test_the_same_as_planned_anew(gpu, name, data):
     program, given = data.draw(calls(name))
-    plans = program._planned
+    plans, run = program._planned, program.run
     for arrays, options, layout in given:
-        planned = []
+        planned, ran = [], []
         program._planned = lambda *args: planned.append(1) or plans(*args)
+        program.run = lambda *args: ran.append(1) or run(*args)
         try:
             found = gpu.call(program, arrays, options, layout)
         finally:
-            program._planned = plans
-        event("planned" if planned else "by a function")
+            del program._planned, program.run
+        event("planned" if planned else "by a function" if ran else "by what was written for its form")
         event("refused" if isinstance(found[0], type) else "launched")
         assert found == fresh(gpu.call, program, arrays, options, layout)
 
@@ -408,7 +452,7 @@ def test_threads(gpu):
         try:
             for thread, length in calls:
                 if thread == me:
-                    _forward.run(0, *arrays(thread, length))
+                    _forward(None, *arrays(thread, length))
         except Exception as error:
             failed.append(error)
 

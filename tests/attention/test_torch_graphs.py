@@ -331,3 +331,59 @@ def test_inductor_trains():
     compiled = torch.autograd.grad(loss(torch.compile(layer, fullgraph=True)), list(layer.parameters()))
     for mine, theirs in zip(compiled, plain, strict=True):
         assert (mine.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
+
+
+def of_torch(q, k, v):
+    """The same by torch, in float32."""
+    turned = [x.transpose(1, 2).float() for x in (q, k, v)]
+    return torch.nn.functional.scaled_dot_product_attention(*turned, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(2))
+def test_forms_that_came_before(number):
+    """What is written for them (tiles/again.py) is told of new arrays, lengths, streams and modes, on each GPU, whichever is
+    current, and may be captured."""
+    if number >= torch.cuda.device_count():
+        pytest.skip("there is one GPU")
+    device = torch.device("cuda", number)
+    (q, new), (k, v) = (
+        torch.randn(2, 2, 1, 8, 128, device=device).bfloat16(),
+        torch.randn(2, 2, 300, 2, 128, device=device).bfloat16(),
+    )
+    lengths = torch.full((2,), 300, device=device, dtype=torch.int32)
+    calls = [
+        lambda q, n: attention.forward(q, k[:, :n], v[:, :n]),
+        lambda q, n: attention.decode(q, k[:, :n], v[:, :n], lengths=lengths.clamp(max=n)),
+        lambda q, n: attention.decode(q, k, v, lengths=lengths - (300 - n)),
+    ]
+
+    def check(out, q, n):
+        assert out.device == device
+        torch.testing.assert_close(out.float(), of_torch(q, k[:, :n], v[:, :n]), rtol=2e-2, atol=2e-2)
+
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    for call in calls:
+        for n in (*[300] * 5, *range(200, 212), 300, 300):
+            given = torch.randn_like(q)
+            check(call(given, n), given, n)
+        with torch.inference_mode():
+            for _ in range(3):
+                out = call(q, 300)
+                assert out.is_inference()
+                check(out, q, 300)
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            for _ in range(3):
+                check(call(q, 300), q, 300)
+    with torch.cuda.device(device):
+        graph, given = torch.cuda.CUDAGraph(), q.clone()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            outs = [call(given, 300) for call in calls]
+        given.copy_(new)
+        graph.replay()
+        for out in outs:
+            check(out, new, 300)
+    for call in calls:
+        check(call(q, 300), q, 300)

@@ -54,6 +54,10 @@ def test_of_tensors_without_memory_only_shapes_are_asked():
     attention.forward(*(torch.zeros(1, 16, 1, 64, dtype=torch.float16) for _ in range(3)))
     out, lse = attention.forward(q, q, q, return_lse=True)
     assert out.is_meta and out.shape == q.shape and lse.shape == (2, 8, 1 << 20)
+    learned = q.clone().requires_grad_()
+    for options in {}, {"causal": True, "window": (8, 0)}:
+        (dq,) = torch.autograd.grad(attention.forward(learned, q, q, **options).sum(), learned)
+        assert dq.is_meta and dq.shape == q.shape
     with pytest.raises(ValueError, match="k: must have the axes"):
         attention.forward(q, q[0], q)
     with pytest.raises(TypeError, match="^q: must lie in host or CUDA memory"):
@@ -146,7 +150,7 @@ def test_a_plain_call_pays_a_few_calls(monkeypatch):
         _forward(None, arrays, options, "bshd")
     finally:
         sys.setprofile(None)
-    assert calls[0] == "__call__" and len(calls) < 16, calls
+    assert calls[0] == "__call__" and len(calls) < 20, calls
 
 
 def test_torch_is_not_imported():

@@ -172,3 +172,66 @@ def test_no_rows(shape):
         warnings.simplefilter("error")
         for found in (product(x, w), product.run(x, w)):
             assert found.shape == (*shape[:-1], 48)
+
+
+def test_numbers_of_other_sorts():
+    """NumPy's and truth values are numbers; an array without axes is neither a number nor an array that a kernel takes."""
+    scaled_by = fuse.kernel(lambda x, w, a: (x * a) @ w)
+    x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
+    for number, value in ((np.float32(2), 128), (np.float64(0.5), 32), (np.int64(3), 192), (True, 64)):
+        for found in (scaled_by(x, w, number), scaled_by.run(x, w, number)):
+            assert (found == value).all()
+    for call in (scaled_by, scaled_by.run, scaled_by.explain):
+        with pytest.raises(TypeError, match=r"^a: must be a number of Python's, .* of shape \(\): pass a.item\(\)"):
+            call(x, w, np.array(2.0))
+
+
+def test_what_runs_by_parts_has_the_first_arrays_dtype():
+    """Of NumPy's arrays too, whatever the reason; and it is rounded once, as the definition's result is."""
+    gated, narrow = fuse.kernel(lambda x, w: fuse.silu(x @ w)), fuse.kernel(lambda x: fuse.transpose(x) * 2.0)
+    x, w = (np.random.default_rng(n).standard_normal(shape).astype(BF16) for n, shape in enumerate([(4, 30), (30, 32)]))
+    for function, arrays in ((gated, (x, w)), (narrow, (x,))):
+        with pytest.warns(RuntimeWarning, match="it runs by parts"):
+            found = function.run(*arrays)
+        assert found.dtype == BF16 and (found == function(*arrays)).all()
+    assert gated.run(x[:0], w).dtype == BF16
+
+
+def test_explain_says_what_runs_by_parts():
+    """What no template computes, and what one would, but for these arrays' strides."""
+    x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
+    assert product.explain(x, w).startswith("The definition is taken as it stands.\nOne kernel")
+    said = product.explain(x[:, :30], w[:30].copy())
+    assert said.startswith("The definition is taken"), said  # 30 columns of rows of 64: TMA addresses them
+    said = product.explain(x[:, :30].copy(), w[:30].copy())
+    assert said.startswith("A call with these arrays runs by parts") and "x: strides must be multiples of 16 bytes" in said
+    assert "no template computes transpose of (4, 64)" in fuse.kernel(lambda x: fuse.transpose(x) * 2.0).explain(x)
+
+
+def test_arrays_of_several_frameworks():
+    """NumPy's beside torch's on the host: all of them run, in the interpreter."""
+    torch = pytest.importorskip("torch")
+    x, w = np.ones((4, 64), BF16), torch.ones(64, 32, dtype=torch.bfloat16)
+    found = product(x, w)
+    assert isinstance(found, np.ndarray) and (found == 64).all()
+
+
+@pytest.mark.parametrize(
+    ("definition", "words"),
+    [(lambda x: fuse.sum(x, axis=0), r"sum: .* of shape \(2, 16\)"), (lambda x: x @ x, r"@: .* got \(2, 16\) and \(2, 16\)")],
+)
+def test_refused_with_the_shapes_of_the_call(definition, words):
+    for function in (fuse.kernel(definition), fuse.kernel(definition).run):
+        with pytest.raises((TypeError, ValueError), match=words):
+            function(np.ones((2, 16), BF16))
+
+
+def test_a_gradient_that_is_not_given_what_the_result_gets():
+    x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
+    once = fuse.kernel(lambda x, w: x @ w)
+    words = "gradient: takes the arguments of .*, then the gradient by each of its results"
+    with pytest.raises(TypeError, match=rf"{words}; got 2"):
+        once.gradient(x, w)
+    assert [y.shape for y in once.gradient(x, w, np.ones((4, 32), BF16))] == [x.shape, w.shape]
+    with pytest.raises(TypeError, match=rf"{words}: x, w, dy; got 2"):  # now it is known how many results there are
+        once.gradient(x, w)

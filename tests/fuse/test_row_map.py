@@ -107,7 +107,10 @@ def test_names_are_those_of_the_definition():
     ("definition", "says"),
     [
         (lambda x: np.sin(x), "in line .*np.sin.*; it is written with operators and fuse's abs"),
-        (lambda x: x**3, "squares only, got 3.*; in line .*x\\*\\*3"),
+        (lambda x: x**1.5, "the powers 2 to 8, got 1.5; .*; in line .*x\\*\\*1.5"),
+        (lambda x: fuse.where((x > 0) & (x < 1), x, 0.0), r"& of two comparisons is where\(a, where\(b, x, y\), y\)"),
+        (lambda x: fuse.where((x > 0) | (x < 1), x, 0.0), r"\| of two comparisons is where\(a, x, where\(b, x, y\)\)"),
+        (lambda x: fuse.where(~(x > 0), x, 0.0), r"~ of a comparison is where\(a, y, x\)"),
         (lambda x: x.cumsum(0), "'cumsum'; in line .*x.cumsum"),
         (lambda x: x if x else -x, "use fuse.where; in line"),
         (lambda x: x[0], "not indexed.*; in line"),
@@ -166,3 +169,23 @@ def test_numbers_without_digits():
     x = np.random.default_rng(0).standard_normal((5, 40)).astype(bf16.np)
     got = fuse.kernel(lambda x: fuse.where(x > 0, x, -math.inf)).run(x)
     assert (got == np.where(x > 0, x, -np.inf).astype(x.dtype)).all()
+
+
+@pytest.mark.parametrize("power", [2, 3.0, 4, 8, 0.5, -0.5])
+def test_powers(power):
+    """Products and roots, whose derivative there is."""
+    raised = fuse.kernel(lambda x: x**power)
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (3, 48)).astype(np.float32)
+    for found in (raised(x), raised.run(x)):
+        assert np.allclose(found, x.astype(float) ** power, rtol=1e-5)
+    (dx,) = raised.gradient(x, np.ones_like(x))
+    assert np.allclose(dx, power * x.astype(float) ** (power - 1), rtol=1e-4) and raised.proof(x).holds
+
+
+def test_proof_of_what_takes_no_negative_numbers():
+    """It is run on others; of what gives NaN whatever it is given, nothing is proven."""
+    x = np.ones((3, 48), bf16.np)
+    for definition in (lambda x: fuse.log(x) * 2.0, lambda x: fuse.sqrt(x) + fuse.mean(x)):
+        assert fuse.kernel(definition).proof(x).holds
+    never = fuse.kernel(lambda x: fuse.sqrt(-1.0 - x * x)).proof(x)
+    assert not never.holds and "the definition gives NaN" in str(never)

@@ -1,10 +1,11 @@
 """What mistakes say, see test_errors.py: those of products, loads and stores, and of warpgroups."""
 
 from mistakes import WIDE, B, Cases, E, S, T, check, smem
+from numba import cuda
 
 import tiles
-from ops import lane_sum, load, raw, row_max, store, warpgroup, zeros
-from tiles import bf16, fp16, rt
+from ops import cluster, lane_sum, load, mma_AB, mma_ABt, raw, row_max, store, subtile, warpgroup, zeros
+from tiles import bf16, fp16, fp32, rt
 
 says = Cases()
 H = rt(16, 64, fp16)
@@ -27,7 +28,10 @@ def storing_a_partial_sum(x, g):
     store(x, lane_sum(zeros(T)), (0, 0))
 
 
-@says("warpgroup.mm_AB: got rt(16, 64, bf16, col), st(64, 64, bf16); takes a")
+@says(
+    "warpgroup.mm_AB: got rt(16, 64, bf16, col), st(64, 64, bf16): a must be in row layout, rt(16, 64, bf16): load it so, or "
+    "swap_layout it; takes a"
+)
 def product_of_a_column_tile(x, g):
     s, _, _, _ = smem.open()
     warpgroup.mm_AB(zeros(NARROW_COLUMNS), s)
@@ -56,7 +60,8 @@ def an_accumulator_in_flight_of_another_shape(x, g):
 
 
 @says(
-    "warpgroup.mma_AB: got rt(16, 64, fp32), pending rt(16, 64, fp32), st(64, 64, bf16); takes acc "
+    "warpgroup.mma_AB: got rt(16, 64, fp32), pending rt(16, 64, fp32), st(64, 64, bf16): a is in flight, take it with "
+    "warpgroup.wait(...) first; takes acc "
     "rt(16, n, fp32), a rt(16, k) or st(64, k), b st(k, n), both bf16 or both fp16. There are also mma_ABt (bf16, fp16"
 )
 def an_operand_in_flight(x, g):
@@ -70,7 +75,10 @@ def a_product_of_a_tile_in_flight(x, g):
     warpgroup.mm_AB(warpgroup.mm_AB(s, s), s)
 
 
-@says("wait: takes a tile in flight (from mm_* or mma_*), got rt(16, 64, fp32)")
+@says(
+    "wait: takes a tile in flight (from mm_* or mma_*), got rt(16, 64, fp32): if a loop before makes it one in flight, it "
+    "would be none after no rounds; begin with mm_* before the loop, or wait within it"
+)
 def waiting_for_what_is_here(x, g):
     warpgroup.wait(zeros(T))
 
@@ -81,19 +89,23 @@ def leaving_fewer_than_none_in_flight(x, g):
     warpgroup.wait(warpgroup.mm_ABt(s, s), -1)
 
 
-@says("warpgroup.mm_AB: got st(64, 64, bf16), st(64, 48, fp16); takes a")
+@says(
+    "warpgroup.mm_AB: got st(64, 64, bf16), st(64, 48, fp16): bf16 and fp16 are not multiplied with each other by this op; tak"
+)
 def product_of_unequal_dtypes(x, g):
     s, v, _, _ = smem.open()
     warpgroup.mm_AB(s, v)
 
 
-@says("warpgroup.mm_ABt: got rt(16, 64, fp16), st(64, 48, fp16); takes a")
+@says("warpgroup.mm_ABt: got rt(16, 64, fp16), st(64, 48, fp16): k is 64 of a and 48 of b; takes a")
 def product_of_unequal_k(x, g):
     _, v, _, _ = smem.open()
     warpgroup.mm_ABt(zeros(H), v)
 
 
-@says("warpgroup.mm_AB: got rt(16, 64, fp32), st(64, 64, bf16); takes a")
+@says(
+    "warpgroup.mm_AB: got rt(16, 64, fp32), st(64, 64, bf16): fp32 and bf16 are not multiplied with each other by this op; tak"
+)
 def product_in_fp32(x, g):
     s, _, _, _ = smem.open()
     warpgroup.mm_AB(zeros(T), s)
@@ -115,6 +127,54 @@ def storing_to_a_shared_tile_of_another_shape(x, g):
 def storing_a_warps_tile_as_a_warpgroups(x, g):
     s, _, _, _ = smem.open()
     store(s, zeros(T))
+
+
+@says(
+    "mma_ABt: got rt(16, 16, fp32), rt(16, 64, fp32), rt(16, 64, fp32): fp32 is not multiplied; load a and b as bf16, fp16 or "
+)
+def a_product_of_fp32(x, g):
+    mma_ABt(zeros(rt(16, 16, fp32)), zeros(T), zeros(T))
+
+
+@says("mma_ABt: got rt(16, 16, bf16), rt(16, 64, bf16), rt(16, 64, bf16): acc must be fp32; the sum is converted, as bf16(acc)")
+def a_sum_of_bf16(x, g):
+    mma_ABt(zeros(rt(16, 16, bf16)), zeros(B), zeros(B))
+
+
+@says("mma_ABt: got rt(16, 32, fp32), rt(16, 64, bf16), rt(16, 64, bf16): acc must be rt(16, 16, fp32); takes acc")
+def a_sum_of_another_shape(x, g):
+    mma_ABt(zeros(rt(16, 32, fp32)), zeros(B), zeros(B))
+
+
+@says('mma_AB: got rt(16, 64, fp32), rt(16, 16, bf16), rt(16, 64, bf16): b must be in col layout, rt(16, 64, bf16, "col"): lo')
+def an_operand_in_row_layout(x, g):
+    mma_AB(zeros(T), zeros(rt(16, 16, bf16)), zeros(B))
+
+
+@says(
+    "warpgroup.store: the target must be a shared tile or vector, or a global array, got remote st(64, 64, bf16): each warp "
+    "reads and writes its part of it by cluster.load and cluster.store"
+)
+def storing_to_a_peer(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.store(cluster.map(s, 0), zeros(T))
+
+
+@says(
+    "cluster.store: st(64, 64, bf16) does not take rt(16, 64, fp32): four warps fill it together, each its part, "
+    "cluster.map(subtile(tile, 16, warpgroup.rank()), block)"
+)
+def storing_a_warps_tile_to_a_peer(x, g):
+    s, _, _, _ = smem.open()
+    cluster.store(cluster.map(s, 0), zeros(T))
+
+
+@says(
+    "subtile: takes a shared tile, its rows and an integer, got remote st(64, 64, bf16) and int64: of the block's own, st(64, "
+)
+def a_part_of_a_peers_tile(x, g):
+    s, _, _, _ = smem.open()
+    subtile(cluster.map(s, 0), 16, x.shape[0])
 
 
 @says("load: st(64, 64, bf16) does not hold rt(16, 64, bf16): four warps take it together, by warpgroup.load")
@@ -218,6 +278,24 @@ def a_number_of_registers_that_setmaxnreg_refuses(x, g):
 def waiting_for_a_tile_as_for_a_barrier(x, g):
     s, _, _, _ = smem.open()
     raw.wait(s, 1)
+
+
+@says("raw.tma_load: the array is cut into st(64, 64, bf16), got st(64, 48, fp16)")
+def loading_a_tile_of_another_type(x, g):
+    _, v, _, bar = smem.open()
+    raw.tma_load(v, g, (0, 0), bar)
+
+
+@says("raw.tma_store: the array is cut into st(64, 64, bf16), got st(32, 64, bf16) of 64 rows")
+def storing_half_of_a_tile(x, g):
+    s, _, _, _ = smem.open()
+    raw.tma_store(g, (0, 0), subtile(s, 32, 1))
+
+
+@says("raw.tma_load: `at` must be up to 2 integers, got int64, int64, int64")
+def loading_from_a_third_axis(x, g):
+    s, _, _, bar = smem.open()
+    raw.tma_load(s, g, (cuda.blockIdx.x + 2**40, cuda.blockIdx.y + 2**40, cuda.blockIdx.y + 2**40), bar)
 
 
 @says.sweep

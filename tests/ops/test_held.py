@@ -6,7 +6,7 @@ from banks import ways
 from numba import cuda
 
 import tiles
-from ops import add_held, load, load_held, store, store_wait, tma_add, warpgroup
+from ops import add_held, load, load_held, store, store_wait, tma_add, warpgroup, zeros
 from tiles import Hazard, bf16, fp32, ring, rt, st, tensor
 from tiles.testing import blank, meaning, ptx
 
@@ -77,6 +77,27 @@ def test_what_is_refused():
         meaning(outside, np.zeros((1, 256), np.float32))
     with pytest.raises(Hazard, match="C-ordered"):
         meaning(outside, np.zeros((2, 512), np.float32)[:, ::2])
+
+
+@pytest.mark.parametrize("backend", [meaning, ptx])
+@pytest.mark.parametrize("adds", [False, True])
+def test_four_together_lie_at_multiples_of_16_bytes(backend, adds):
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def added(sums, first):
+        add_held(sums, zeros(T), (first,), 4)
+
+    @cuda.jit
+    def taken(sums, y, first):
+        store(y, load_held(sums, T, (first,), 4), (0, 0))
+
+    sums, y = np.zeros(512, np.float32), np.zeros((16, 16), np.float32)
+    kernel, arrays = (added, (sums,)) if adds else (taken, (sums, y))
+    backend(kernel, *arrays, 4)
+    with pytest.raises(Hazard, match="no multiple") as found:
+        backend(kernel, *arrays, 6)
+    assert found.value.kind == "bounds"
 
     @cuda.jit
     def rounded(sums):

@@ -4,7 +4,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import load, raw, store, warpgroup
+from ops import load, raw, store, subtile, warpgroup
 from tiles import barrier, bf16, fp16, fp32, rt, st, tensor
 from tiles.testing import blank, pairs
 
@@ -36,6 +36,28 @@ def test_a_copy_made_of_raw_ops(run, sample, dtype, width):
     x, y = sample((192, 64), dtype), blank((192, 64), dtype)
     run(body, tensor(x, S), tensor(y, S), warps=4, shared=smem)
     assert (y == x * dtype.np.type(2)).all()
+
+
+def test_copies_of_parts(run, sample):
+    """The panels of a part are as far apart as the whole tile's."""
+    S, PART = st(128, 128, bf16), st(64, 128, bf16)
+    smem = tiles.shared(x=S, full=barrier(1))
+
+    @cuda.jit
+    def body(x, y):
+        tile, full = smem.open()
+        if cuda.threadIdx.x < 32:
+            raw.expect(full, S.nbytes)
+            for i in range(2):
+                raw.tma_load(subtile(tile, 64, i), x, (1 - i, 0), full)
+            raw.wait(full, 1)
+            for i in range(2):
+                raw.tma_store(y, (i, 0), subtile(tile, 64, i))
+            raw.store_wait()
+
+    x, y = sample((128, 128), bf16), blank((128, 128), bf16)
+    run(body, tensor(x, PART), tensor(y, PART), shared=smem)
+    assert (y[:64] == x[64:]).all() and (y[64:] == x[:64]).all()
 
 
 def test_arrive_and_named_arrive(run, sample):

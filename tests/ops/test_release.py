@@ -1,4 +1,4 @@
-"""ring.release(j, after=vector): what it means does not change, and what it waits for is always true."""
+"""ring.release(j, after=vector): what it means does not change, and what it waits for is always true. ring(..., once=True)."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from numba import cuda
 from numba.cuda import types
 
 import tiles
-from ops import exp2, load, row_max, row_sum, store, warpgroup, zeros
+from ops import cluster, exp2, load, row_max, row_sum, store, warpgroup, zeros
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, sass, st, tensor
 from tiles.arguments import parameter
 from tiles.builder import i32
-from tiles.compiler import compile_kernel
+from tiles.compiler import Lowered, compile_kernel
 from tiles.emulator import emulate
 from tiles.op import lowers, op
 from tiles.ptx import computed
@@ -45,6 +45,39 @@ def test_slots_go_round(run, sample, dtype):
     run(body, tensor(x, S), out, warps=8, shared=smem)
     want = np.fmax.reduce(x.astype(np.float32).reshape(count, 64, 64), axis=2).astype(dtype.np)
     assert np.array_equal(out.astype(np.float32), want.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("once,blocks", [(False, 1), (True, 1), (True, 2)])
+def test_what_is_read_once_leaves_the_cache_first(run, sample, once, blocks):
+    """Its copies carry the policy of createpolicy's evict_first, those of other rings none; and bring what all rings do."""
+    smem = tiles.shared(x=ring(S, 2, readers=4, blocks=blocks, once=once))
+
+    @cuda.jit
+    def body(x, out):
+        (a,) = smem.open()
+        if warpgroup.id() == 1:
+            for j in range(3):
+                a.fill(j, x, (j, 0))
+        else:
+            for j in range(3):
+                tile = warpgroup.load(a.wait(j), T)
+                a.release(j)
+                if cluster.rank() == blocks - 1:
+                    warpgroup.store(out, tile, (64 * j, 0))
+        cluster.sync()
+
+    x, out = sample((3 * 64, 64), bf16), blank((3 * 64, 64))
+    part = ring(S, 2, blocks=blocks).part
+    run(body, tensor(x, part), out, warps=8, shared=smem, cluster=blocks)
+    assert np.array_equal(out, x.astype(np.float32))
+    types = tuple(parameter("argument", a).type for a in (tensor(x, part), out))
+    copies = [line for line in Lowered(body, types, "sm_90a").ptx().splitlines() if "cp.async.bulk.tensor" in line]
+    assert copies and all(("L2::cache_hint" in line) == once for line in copies)
+
+
+def test_what_warps_write_is_in_no_cache():
+    with pytest.raises(ValueError, match="ring: what warps write is in no cache, got self.writers=4 and self.once=True"):
+        ring(S, 2, writers=4, once=True)
 
 
 SPECIAL = [

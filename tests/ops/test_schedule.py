@@ -9,7 +9,7 @@ from numba.cuda import types
 
 from ops import divmod, full, line_up, persistent_tile, rasterize, store, zeros
 from ops.schedule import persistent_tile as face
-from tiles import fp32, launch, rt
+from tiles import Hazard, fp32, launch, rt
 from tiles.compiler import compile_kernel
 from tiles.emulator import emulate
 from tiles.interpreter import interpret
@@ -167,6 +167,19 @@ def test_divmod(run):
     run(body, index, extent, quotients, remainders)
     assert (remainders == (index % extent % 65536)[:, None]).all()
     assert (quotients == (index // extent % 65536)[:, None]).all()
+
+
+@pytest.mark.parametrize(("index", "extent"), [(-7, 3), (2**31, 3), (7, 0), (7, -3), (7, 2**31)])
+def test_divmod_of_what_32_bits_without_a_sign_do_not_hold(index, extent):
+    """Compiled it goes wrong in silence; its meaning does not."""
+
+    @cuda.jit
+    def body(y, index, extent):
+        y[0], y[1] = divmod(index, extent)
+
+    given = f"index={index}, extent={extent}"
+    with pytest.raises(Hazard, match=f"bounds: divmod: takes 0 <= index < 2.* and 1 <= extent < 2.*: {given}"):
+        meaning(body, np.zeros(2, np.int64), np.int64(index), np.int64(extent))
 
 
 @pytest.mark.parametrize(("index", "extent"), [(zeros(V), 2), (7, 2.0)], ids=["tile", "float"])

@@ -44,6 +44,22 @@ def test_store_transposed(run, sample, rows, dtype):
     assert (y == x.T.astype(dtype.np)).all()
 
 
+def test_a_warp_reads_its_own_columns_at_once(run, sample):
+    """What it has stored there itself, and no other warp."""
+    smem, T = tiles.shared(x=st(64, 64, bf16)), rt(16, 64, bf16)
+
+    @cuda.jit
+    def body(x, y):
+        (tile,) = smem.open()
+        warpgroup.store_transposed(tile, warpgroup.load(x, T, (0, 0)))
+        cuda.syncwarp()
+        warpgroup.store(y, warpgroup.load_transposed(tile, T), (0, 0))
+
+    x, y = sample((64, 64), bf16), blank((64, 64), bf16)
+    run(body, x, y, warps=4, shared=smem)
+    assert (y == x).all()
+
+
 def test_columns_are_read_when_all_warps_have_stored_theirs():
     """The interpreter knows whose columns lie where, swizzle or not."""
     S, T = st(64, 64, bf16), rt(16, 64, fp32)

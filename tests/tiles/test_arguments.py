@@ -8,7 +8,20 @@ from numba.cuda import types
 
 import tiles
 from tiles import bf16, fp16, fp32, st, sv
-from tiles.arguments import DATA, ENDS, FLOAT, INT, array, array_slots, array_type, declared, parameter, signature, tiled
+from tiles.arguments import (
+    DATA,
+    ENDS,
+    FLOAT,
+    INT,
+    array,
+    array_slots,
+    array_type,
+    declared,
+    parameter,
+    parameters,
+    signature,
+    tiled,
+)
 from tiles.arrays import c_ordered
 from tiles.plumbing import Value
 from tiles.types import gl
@@ -41,6 +54,43 @@ def test_scalars(value, ty, bits):
 def test_a_number_that_does_not_fit_says_what_to_pass(value, cure):
     with pytest.raises(OverflowError, match=rf"count: .*{cure}\("):
         parameter("count", value)
+
+
+@cuda.jit
+def numbered(x: array(1, fp32), n: INT, s: FLOAT):
+    x[0], x[1] = n // 4, s * n
+
+
+@pytest.mark.parametrize("ptx", [False, True])
+@pytest.mark.parametrize(
+    "n, s",
+    [(7, 2), (np.int64(7), np.float16(2)), (np.uint8(7), np.float64(2)), (7, True), (True, np.int8(2)), (np.bool_(1), 2.0)],
+)
+def test_numbers_are_what_the_kernel_declares(n, s, ptx, monkeypatch):
+    """Whatever they come as: they are no arrays, though NumPy's have a shape."""
+    monkeypatch.setenv("TILES_INTERPRET", "ptx" if ptx else "0")
+    x = np.zeros(2, np.float32)
+    tiles.launch(numbered, 1, 32)(x, n, s)
+    assert list(x) == [n // 4, float(s) * int(n)]
+    assert [p.type for p in parameters(numbered, (x, n, s))[1:]] == [types.int32, types.float32]
+
+
+@pytest.mark.parametrize(
+    "n, s, error, words",
+    [
+        (2.5, 1.0, TypeError, "^n: must be an integer: n=2.5"),
+        (np.float64(2), 1.0, TypeError, "^n: must be an integer"),
+        (np.array(2), 1.0, TypeError, "^n: must be an integer"),
+        ("3", 1.0, TypeError, "^n: must be an integer: n='3'"),
+        (None, 1.0, TypeError, "^n: must be an integer: n=None"),
+        (2**31, 1.0, OverflowError, "^n: 2147483648 does not fit int32, as which the kernel declares it"),
+        (2, 1j, TypeError, "^s: must be a number: s=1j"),
+        (2, np.float64(1e300), OverflowError, "^s: 1e.300 does not fit float32"),
+    ],
+)
+def test_a_number_that_is_not_what_the_kernel_declares(n, s, error, words):
+    with pytest.raises(error, match=words):
+        tiles.launch(numbered, 1, 32)(np.zeros(2, np.float32), n, s)
 
 
 def test_an_array_is_passed_as_numba_takes_it():

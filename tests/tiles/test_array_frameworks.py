@@ -12,7 +12,7 @@ from samples import DTYPES, Exporter, facts, made_like, sample
 from tiles import frameworks
 from tiles.arrays import c_ordered, fill, numpy_view
 from tiles.device import INTERPRETER
-from tiles.frameworks import current_stream, describe, finish, processors, stream_handle
+from tiles.frameworks import current_stream, describe, finish, kind_of, processors, stream_handle
 
 
 def view_of(array):
@@ -81,6 +81,20 @@ def test_torch_without_memory():
         describe(torch.zeros(2, 3, device="meta"), "v")
     with pytest.raises(TypeError, match="^v: "):
         describe(torch.eye(3).to_sparse(), "v")
+
+
+def test_torch_views_whose_numbers_are_not_what_lies_in_memory():
+    """torch negates and conjugates some views when they are read: an address says nothing of it."""
+    torch = pytest.importorskip("torch")
+    x = torch.complex(torch.zeros(4, 8), torch.ones(4, 8))
+    with pytest.raises(TypeError, match=r"^sin: torch negates this view as it is read; pass sin\.resolve_neg\(\)"):
+        describe(x.conj().imag, "sin")
+    with pytest.raises(TypeError, match=r"^x: torch conjugates this view as it is read; pass x\.resolve_conj\(\)"):
+        describe(x.conj(), "x")
+    assert describe(x.conj().imag.resolve_neg(), "sin").form.shape == (4, 8)
+    read = kind_of(x, "x").reader({"x": True, "y": False})
+    assert read(x.imag, None)[0] != read(x.conj().imag, None)[0] == read(x.conj().imag, None)[0]
+    assert read(x.imag, None)[1] == read(x.conj().imag, None)[1]
 
 
 def test_torch_stream(monkeypatch):
@@ -159,6 +173,13 @@ def test_a_protocol_is_looked_for_in_each_object(fake_cuda):
 def test_cuda_array_interface_masked(fake_cuda):
     with pytest.raises(TypeError, match="^q: masked"):
         describe(interface_of(sample(), mask=object()), "q")
+
+
+def test_numpy_masked():
+    """A class of NumPy's that is an array, too: what its mask hides would be computed with."""
+    with pytest.raises(TypeError, match="^q: masked arrays are not supported"):
+        describe(np.ma.masked_array(np.ones(3), [0, 1, 0]), "q")
+    assert describe(np.ones(3).view(type("Mine", (np.ndarray,), {})), "q").shape == (3,)
 
 
 def test_numba_class_has_the_interface():

@@ -176,12 +176,13 @@ def test_stream_handle_refuses(stream):
     st.tuples(*[st.integers(0, 3)] * 4),
     st.permutations(range(3)),
     st.sampled_from([1, 2, -1, -2]),
+    st.sampled_from([1, 2, -2]),
     st.sampled_from(list(DTYPES)),
 )
-def test_fill_reaches_every_element_and_no_other(fake_cuda, shape, order, step, dtype):
+def test_fill_reaches_every_element_and_no_other(fake_cuda, shape, order, step, across, dtype):
     memory = np.zeros([2 * n for n in shape], DTYPES[dtype])
     first, second, third, columns = shape
-    x = memory[::step, ::step, ::step][:first, :second, :third, :columns].transpose(*order, 3)
+    x = memory[::step, ::step, ::step, ::across][:first, :second, :third, :columns].transpose(*order, 3)
     array = describe(x, "x")
     for device, value in ((None, 1.0), (0, -np.inf)):
         memory[...] = 0

@@ -42,27 +42,35 @@ def test_maps_are_encoded_once_and_moved(gpu, encoded):
 
 
 def test_the_same_addresses_write_nothing(gpu, monkeypatch):
+    """And other ones, without maps, nothing else."""
     x, gpu.count, written = on_device(16, 16), 19, []
-    real = bound_launches.Frame.write
-    monkeypatch.setattr(bound_launches.Frame, "write", lambda frame, *args: written.append(args[1:]) or real(frame, *args))
+    real = bound_launches.Frame.place
+    monkeypatch.setattr(bound_launches.Frame, "place", lambda frame, what, at: written.append(at) or real(frame, what, at))
     bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
     for stream, *addresses in ((3, 16, 32), (3, 16, 32), (3, 16, 48), (4, 16, 48), (4, 16, 48), (3, 16, 48)):
         bound(stream, *addresses)
         assert gpu.launches[-1][:2] == (stream, [*gpu.launches[0][1][:4], addresses[0], *gpu.launches[0][1][5:13], addresses[1],
                                                  *gpu.launches[0][1][14:]])  # fmt: skip
-    assert written == [(3, (16, 32)), (3, (16, 48)), (4, (16, 48))] and len(frames_of(bound)) == 3
+    assert written == [(16, 32), (16, 48), (16, 48)] and len(frames_of(bound)) == 2
 
 
-def test_inputs_that_take_turns_are_written_once(gpu, monkeypatch):
+def test_a_list_of_addresses_that_changes_is_written(gpu):
+    """It is no other list, and says other addresses."""
+    x, gpu.count, addresses = on_device(16, 16), 19, [16, 32]
+    bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
+    for addresses[1] in (32, 48, 48, 64):
+        bound.run(0, addresses)
+        assert (gpu.launches[-1][1][4], gpu.launches[-1][1][13]) == (16, addresses[1])
+
+
+def test_inputs_that_take_turns_are_written_once(gpu, encoded, monkeypatch):
     """As many as frames are kept; of more the one used longest ago is forgotten, and its frame written anew."""
-    x, gpu.count, written = on_device(16, 16), 19, []
+    bound, written, kept = bound_to_maps(gpu), [], bound_launches.RECENT
     real = bound_launches.Frame.write
     monkeypatch.setattr(bound_launches.Frame, "write", lambda frame, *args: written.append(frame) or real(frame, *args))
-    bound = tiles.launch(scale, 1, 32).bind(x, x, 2.0)
-    kept = bound_launches.RECENT
     for n in [*range(kept), *range(kept), 0, kept, 0, 1, 2]:  # 0 was used a moment before `kept` came, 1 was not
-        bound(0, 4096 * n, 0)
-        assert gpu.launches[-1][1][4] == 4096 * n and len(frames_of(bound)) <= kept
+        bound(0, 4096 * n, 0, 0)
+        assert gpu.launches[-1][1][0] == 4096 * n and len(frames_of(bound)) <= kept
     assert len(written) == kept + 3 and len(set(map(id, written))) == kept
 
 

@@ -127,6 +127,25 @@ def test_a_folder_that_cannot_be_made_is_no_error(monkeypatch, tmp_path):
     assert cache.load("a") is None
 
 
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+def test_a_user_without_a_home(platform, monkeypatch, tmp_path):
+    """As of a container that runs under any number: the cache is off, or where a variable says."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(Path, "home", homeless)
+    for name in ("TILES_CACHE", "TILES_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    cache.store("a", CODE)
+    assert cache.load("a") is None and cache.folder() is None
+    variable = {"linux": "XDG_CACHE_HOME", "win32": "LOCALAPPDATA"}.get(platform, "TILES_CACHE_DIR")
+    monkeypatch.setenv(variable, str(tmp_path))
+    cache.store("a", CODE)
+    assert cache.load("a") == CODE
+
+
 @pytest.mark.parametrize(
     "platform, variables, end",
     [

@@ -78,8 +78,13 @@ def test_what_is_not_given_is_absent(gpu, encoded):
 
 WRONG = {
     "unknown": (given(gY=None), TypeError, "^declares has no parameter gY"),
-    "no number": (given(n=None), TypeError, "^n: must be a number: n=None"),
-    "too large": (given(n=2**31), OverflowError, "^n: 2147483648 does not fit int32"),
+    "no number": (given(n=None), TypeError, "^n: must be an integer: n=None"),
+    "too large": (given(n=2**31), OverflowError, "^n: 2147483648 does not fit int32, as which the kernel declares it"),
+    "no integer": (given(n=2.0), TypeError, "^n: must be an integer: n=2.0"),
+    "NumPy's, no integer": (given(n=np.float64(2)), TypeError, r"^n: must be an integer: n=np.float64\(2.0\)"),
+    "words": (given(s="1"), TypeError, "^s: must be a number: s='1'"),
+    "an array": (given(s=np.ones(1)), TypeError, r"^s: must be a number: s=array\(\[1.\]\)"),
+    "no float32": (given(s=np.float64(1e300)), OverflowError, "^s: 1e.300 does not fit float32"),
     "dtype": (given(gQ=operand("q", (64, 64), "bfloat16")), TypeError, "^gQ: .*of float16, got bfloat16"),
     "address": (given(gQ=operand("q", (64, 64), "float16", past=8)), ValueError, "^gQ: the address must be a multiple of 16"),
     "stride": (given(gQ=operand("q", (64, 64), "float16", strides=(-128, 2))), ValueError, "^gQ: strides must be multiples"),

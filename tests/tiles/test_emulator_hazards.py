@@ -10,13 +10,14 @@ import pytest
 from broken import guilty
 from numba import cuda
 
-from ops import cluster, commit_group, copy_async, load, raw, store, subtile, wait_group, warpgroup, zeros
+from ops import cluster, commit_group, copy_async, load, raw, store, subtile, tile_any, wait_group, warpgroup, zeros
 from tiles import Hazard, barrier, bf16, fp32, rt, shared, st, sv, tensor
 from tiles.arguments import parameter
 from tiles.compiler import Lowered
 from tiles.emulator import emulate
 from tiles.emulator.barriers import the_lane
 from tiles.emulator.table import meaning
+from tiles.emulator.text import read
 
 S, G, R = st(16, 64, bf16), st(64, 64, bf16), rt(16, 64, fp32)
 X = shared(x=S, full=barrier(1))
@@ -113,6 +114,15 @@ PARITY = r"(mbarrier.try_wait\S* \w+, \[\S+\]), \S+;"
 @broken(
     "no fence of the set-up", without("fence.mbarrier_init"), "fence", "no fence.mbarrier_init", "cp.async.bulk.tensor", 1, X
 )
+@broken(
+    "a fence of global memory after the set-up",
+    instead("fence.mbarrier_init.release.cluster", "fence.proxy.async.global"),
+    "fence",
+    "no fence.mbarrier_init",
+    "cp.async.bulk.tensor",
+    1,
+    X,
+)
 @broken("no expect", without("mbarrier.arrive.expect_tx"), {"deadlock", "bytes"}, "", "mbarrier.try_wait", 1, X)
 def bring(small, out):
     x, full = X.open()
@@ -125,6 +135,24 @@ def bring(small, out):
 # ---- TMA stores ----------------------------------------------------------------------------------------------------
 @broken(
     "store without fence", without("fence.proxy.async"), "fence", "no fence.proxy.async after the write", "cp.async.bulk", 1, X
+)
+@broken(
+    "store with a fence of global memory",
+    instead("fence.proxy.async.shared::cta", "fence.proxy.async.global"),
+    "fence",
+    "no fence.proxy.async after the write",
+    "cp.async.bulk",
+    1,
+    X,
+)
+@broken(
+    "store with a fence of barriers alone",
+    instead("fence.proxy.async.shared::cta", "fence.mbarrier_init.release.cluster"),
+    "fence",
+    "no fence.proxy.async after the write",
+    "cp.async.bulk",
+    1,
+    X,
 )
 @broken("store without sync", without("bar.warp.sync"), {"race", "fence"}, "after the write", "cp.async.bulk.tensor", 1, X)
 @broken(
@@ -255,6 +283,46 @@ def release():
     warpgroup.release_registers(24)  # guilty
 
 
+HALF = ".reg .pred h;\n.reg .b32 t;\nmov.u32 t, %tid.x;\nsetp.lt.u32 h, t, 64;\n"  # h: of warps 0 and 1
+
+
+@broken("registers set anew with no meeting", without("bar.sync", 1), "registers", "warpgroup.sync", "setmaxnreg.inc", 4, X)
+def take_back():
+    X.open()
+    warpgroup.release_registers(80)
+    warpgroup.sync()
+    warpgroup.claim_registers(96)  # guilty
+
+
+@broken(
+    "registers of two warps",
+    instead("setmaxnreg.dec", f"{HALF}@h setmaxnreg.dec"),
+    "collective",
+    "warp 2 has not come to a deed of its warpgroup: setmaxnreg 80",
+    "@h setmaxnreg.dec",
+    4,
+    X,
+)
+def give():
+    X.open()
+    warpgroup.release_registers(80)  # guilty
+
+
+@broken(
+    "a vote that half of the warps take for a meeting",
+    instead("bar.red", f"{HALF}@h bar.sync 15, 128;\n@!h bar.red"),
+    "collective",
+    "named barrier 15 is met at by some, and voted at by others",
+    "@",
+    4,
+    X,
+)
+def vote(out):
+    X.open()
+    if warpgroup.reduce_any(tile_any(load(out, R, (0, 0)))):  # guilty
+        store(out, zeros(R), (0, 0))
+
+
 @broken("a barrier for more than come", instead("mov.u32 \t%r3, 64", "mov.u32 %r3, 96"), "deadlock", "", "bar.sync", 3)
 def meet():
     if cuda.threadIdx.x // 32 < 2:
@@ -366,6 +434,42 @@ def test_a_tensor_copy_begins_at_a_multiple_of_128_bytes():
 
     with pytest.raises(Hazard, match="the TMA load: shared memory at .* no multiple of 128"):
         emulate(bring_the_second, (1, 1, 1), 32, [tensor(np.zeros(16, np.float32), sv(16, fp32))], plan)
+
+
+@pytest.mark.parametrize("fence", ["fence.proxy.async", "fence.proxy.async.shared::cta"])
+def test_a_fence_of_shared_memory_is_one_of_barriers_too(fence):
+    """For copies by the same block (CUDA C++ Programming Guide, on bulk copies)."""
+    kernel = cuda.jit(bring)
+    args = arguments(bring)
+    text = instead("fence.mbarrier_init.release.cluster", fence)(compiled(kernel, args))
+    emulate(kernel, (1, 1, 1), 32, args, X, lowered=SimpleNamespace(ptx=lambda: text))
+
+
+def test_lines_are_found_for_what_fails():
+    """A kernel is compiled without a table of lines: which line of Python is guilty is asked of one that has it."""
+
+    def skip_the_wait(source, out):
+        x, _ = X.open()
+        copy_async(x, source, (0, 0))
+        commit_group()
+        store(out, load(x, R), (0, 0))  # guilty
+
+    jitted, args = cuda.jit(skip_the_wait), arguments(skip_the_wait)
+    with pytest.raises(Hazard) as caught:
+        emulate(jitted, (1, 1, 1), 32, args, X)
+    python, number = re.fullmatch(r"(.*), PTX line (\d+) `ld[^`]*`", caught.value.line).groups()
+    assert python in guilty(skip_the_wait)
+    assert compiled(jitted, args).splitlines()[int(number) - 1].strip().startswith("ld")
+
+
+def test_lines_of_other_code_are_not_shown():
+    """Nothing promises that a kernel with a table of lines is the same instructions."""
+    text = compiled(cuda.jit(product), [numbers(64), np.zeros((64, 64), np.float32)])
+    plain, other = read(text), read(text)
+    plain.with_lines = lambda: other.code[1:]
+    assert plain.shown is plain.code
+    other.with_lines = lambda: plain.code
+    assert other.shown is plain.code
 
 
 def lane_by_lane(kernel):

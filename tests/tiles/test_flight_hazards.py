@@ -156,6 +156,16 @@ def no_fence_where_a_load_has_none(source):
         r.release(0)  # guilty
 
 
+@broken("fence", r"the last of 4 releases .* of tile 0 .*no fence.proxy.async after the read", range(4, 8), RING)
+def no_fence_where_a_transposed_load_has_none(source):
+    (r,) = RING.open()
+    if warpgroup.id() == 0:
+        r.fill(0, source, (0, 0))
+    else:
+        warpgroup.load_transposed(r.wait(0), rt(16, 64, bf16), fenced=False)
+        r.release(0)  # guilty
+
+
 @broken("fence", "of tile 0 of ring 'r', with no fence.proxy.async .* after the write of tile 0", 4, ONE)
 def no_fence_between_a_write_and_a_refill(small):
     (r,) = ONE.open()

@@ -184,6 +184,11 @@ def test_occupancy(arch, threads, registers, shared, expected):
     assert occupancy(arch, threads, registers, shared) == expected
 
 
+def test_what_does_not_fit_is_said():
+    assert f"{occupancy('sm_90a', 128, 32, 400_000)}" == "no block fits, for its shared memory"
+    assert f"{occupancy('sm_90a', 1024, 32, 0)}".startswith("2 blocks at once, 64 of 64 warps")
+
+
 def test_occupancy_of_an_unknown_gpu():
     assert occupancy("sm_130", 128, 32, 0) is None and (9, 0) in LIMITS
 
@@ -231,7 +236,7 @@ def test_warnings_come_once_and_speak_of_the_kernel():
 
 
 # ---- what is remembered --------------------------------------------------------------------------------------------
-def test_figures_are_remembered(monkeypatch, tmp_path, settled):
+def test_figures_are_remembered(monkeypatch, tmp_path, settled, request):
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
     compiled = []
 
@@ -242,6 +247,7 @@ def test_figures_are_remembered(monkeypatch, tmp_path, settled):
         )
 
     home = python.getmodule(look)
+    request.addfinalizer(home.reading.cache_clear)
     monkeypatch.setattr(home, "compile_kernel", counting)
     monkeypatch.setattr(home.sass, "listing", lambda cubin: ())
     monkeypatch.setattr(home.sass, "instructions", lambda cubin: {"NOP": 1})
@@ -259,5 +265,8 @@ def test_figures_are_remembered(monkeypatch, tmp_path, settled):
     look(make(3), (array(1),), "sm_90a")  # other code,
     look(make(2), (array(1),), "sm_80")  # another architecture,
     monkeypatch.setattr(home.sass, "version", lambda: "another")
-    look(make(2), (array(1),), "sm_90a")  # or another disassembler is another key
-    assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a"]
+    look(make(2), (array(1),), "sm_90a")  # another disassembler,
+    monkeypatch.setattr(home, "__file__", __file__)
+    home.reading.cache_clear()
+    look(make(2), (array(1),), "sm_90a")  # or another way to read it is another key
+    assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a", "sm_90a"]

@@ -13,7 +13,7 @@ from correct import R, S, attention_error, numbers, plan, two
 from numba import cuda
 
 from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
-from tiles import Hazard, fp32, rt
+from tiles import Hazard, barrier, fp32, inlined, launch, rt, shared
 from tiles.interpreter import here, interpret
 from tiles.op import lowers, op
 from tiles.plumbing import void
@@ -189,6 +189,25 @@ def test_arrays_by_integers_and_slices():
     np.testing.assert_array_equal(out, [[9, 1, 0, 0], [0, 4, 0, 9]])
 
 
+@pytest.mark.parametrize("ptx", [False, True])
+def test_integers_have_64_bits_whatever_they_were_read_from(ptx, monkeypatch):
+    """As Numba computes them: NumPy's own would go on with 8 or 32."""
+    million = np.int32(10**6)
+
+    @cuda.jit
+    def kernel(numbers, bytes_, n, out):
+        out[0] = numbers[0] * numbers[1]
+        out[1] = numbers[0] + 2147483647
+        out[2] = bytes_[0] - 1
+        out[3] = bytes_[1] * bytes_[1]
+        out[4] = n * million
+
+    monkeypatch.setenv("TILES_INTERPRET", "ptx" if ptx else "0")
+    numbers, out = np.array([10**5, 3 * 10**5], np.int32), np.zeros(5, np.int64)
+    launch(kernel, 1, 32)(numbers, np.array([0, 200], np.uint8), np.int32(10**6), out)
+    np.testing.assert_array_equal(out, [3 * 10**10, 10**5 + 2**31 - 1, -1, 40000, 10**12])
+
+
 @pytest.mark.parametrize("index", [np.int64(-1), np.int32(4), np.uint8(9)])
 def test_numpy_integers_are_checked_too(index):
     @cuda.jit
@@ -197,6 +216,66 @@ def test_numpy_integers_are_checked_too(index):
 
     with pytest.raises(Hazard, match="out of range"):
         interpret(kernel, (1, 1, 1), 32, [np.zeros(4, np.float32)])
+
+
+@pytest.mark.parametrize("ptx", [False, True])
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_a_phase_that_is_known_by_other_means_need_not_be_waited_for(which, ptx, monkeypatch):
+    """Another barrier orders it: then no parity is in doubt."""
+    smem = shared(done=barrier(1))
+
+    @cuda.jit
+    def kernel(out):
+        (done,) = smem.open()
+        for _ in range(which):
+            if cuda.threadIdx.x < 32:
+                raw.arrive(done)
+            cuda.syncthreads()
+        if cuda.threadIdx.x >= 32:
+            raw.wait(done, which)
+            out[0] = which
+
+    monkeypatch.setenv("TILES_INTERPRET", "ptx" if ptx else "0")
+    out = np.zeros(1, np.int32)
+    launch(kernel, 1, 64, shared=smem)(out)
+    assert out[0] == which
+
+
+def test_a_phase_that_nothing_orders():
+    smem = shared(done=barrier(1))
+
+    @cuda.jit
+    def kernel(out):
+        (done,) = smem.open()
+        for n in range(2):
+            if cuda.threadIdx.x < 32:
+                raw.arrive(done)
+            if n == 1:
+                cuda.syncthreads()
+        if cuda.threadIdx.x >= 32:
+            raw.wait(done, 2)
+            raw.wait(done, 1)
+
+    with pytest.raises(Hazard, match="waits for phase 1 of barrier 'done', which has completed 2 phases"):
+        launch(kernel, 1, 64, shared=smem)(np.zeros(1, np.int32))
+
+
+def test_a_name_without_a_value_tells_the_line():
+    """Numba compiles such a kernel."""
+
+    @inlined
+    def helper(n):
+        if n > 3:
+            y = 1.0
+        return y
+
+    @cuda.jit
+    def kernel(out):
+        out[0] = helper(2)
+
+    with pytest.raises(UnboundLocalError, match="variable 'y'.* on this way through the kernel") as error:
+        launch(kernel, 1, 32)(np.zeros(1, np.float32))
+    assert "at warp 0" in str(error.value) and "`return y`, called at" in str(error.value)
 
 
 def test_a_mistake_in_python_stays_what_it_is():

@@ -6,7 +6,7 @@ import pytest
 from broken import Cases, G, S, arguments, check, run
 from numba import cuda
 
-from ops import load, raw, store, warpgroup, zeros
+from ops import load, raw, store, tile_any, warpgroup, zeros
 from tiles import Hazard, barrier, bf16, fp32, inlined, ring, rt, shared
 
 R = rt(16, 64, fp32)
@@ -158,6 +158,15 @@ def more_threads_than_there_are():
     raw.named_sync(1, 512)  # guilty
 
 
+@broken("collective", "named barrier 15 is met at by some, and voted at by others", range(4), None, 128)
+def a_vote_that_some_take_for_a_meeting():
+    """PTX has no meaning for bar.red and bar.sync at one barrier."""
+    if cuda.threadIdx.x // 32 < 2:
+        warpgroup.sync()  # guilty
+    else:
+        warpgroup.reduce_any(tile_any(zeros(R)))  # guilty
+
+
 # ---- registers, plans, memory, language ----------------------------------------------------------------------------
 @broken("registers", "claims 40 registers a thread, and it has 256", range(4), None, 128)
 def claim_of_fewer():
@@ -167,6 +176,27 @@ def claim_of_fewer():
 @broken("registers", "keeps 240 registers a thread, and it has 168", range(12), None, 384)
 def release_of_more():
     warpgroup.release_registers(240)  # guilty
+
+
+@broken("collective", "the block ends, and warp 1 has not come to a deed of its warpgroup: setmaxnreg 40", (0,), None, 128)
+def registers_of_one_warp():
+    if cuda.threadIdx.x // 32 == 0:
+        warpgroup.release_registers(40)  # guilty
+
+
+@broken("registers", "nothing orders this after the four warps of its warpgroup have set them before", range(4), None, 128)
+def registers_set_twice():
+    """The warps have not met between."""
+    warpgroup.release_registers(80)
+    warpgroup.release_registers(40)  # guilty
+
+
+@broken("registers", "warpgroup.sync.. is missing between", range(4), None, 128)
+def registers_set_thrice():
+    warpgroup.release_registers(80)
+    warpgroup.sync()
+    warpgroup.release_registers(40)
+    warpgroup.claim_registers(80)  # guilty
 
 
 @broken("plan", r"the kernel opens shared\(x=st\(64.*the launch reserved shared\(x=st\(16", range(8), Z)

@@ -157,7 +157,7 @@ def wait_for_what_is_here(array, source, x):
     warpgroup.wait(zeros(Y))  # here
 
 
-@mistake("mm_AB: got st(64, 64, bf16), st(64, 64, fp16); takes a")
+@mistake("mm_AB: got st(64, 64, bf16), st(64, 64, fp16): bf16 and fp16 are not multiplied with each other by this op; takes a")
 def mma_of_two_dtypes(array, source, x):
     a, b, r = smem.open()
     warpgroup.mm_AB(a, b)  # here

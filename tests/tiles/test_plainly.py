@@ -10,8 +10,8 @@ from numba.core.errors import NumbaError
 from numba.cuda import types
 
 import tiles
-from ops import load, row_max, store, zeros
-from tiles import fp32, inlined, rt, static
+from ops import load, row_max, store, warpgroup, zeros
+from tiles import bf16, fp32, inlined, ring, rt, shared, st, static
 from tiles.compiler import compile_kernel
 from tiles.plainly import in_plain_words
 
@@ -33,6 +33,7 @@ class Cls:
 
 
 plain, epilogue = Plain(), Epilogue()
+plan, ring_plan = shared(a=st(64, 64, bf16)), shared(a=ring(st(64, 64, bf16), 2, readers=4))
 
 
 def helper(t):
@@ -88,6 +89,36 @@ def attribute_of_an_array(x):
 @mistake("math.comb is nothing that kernels know: import what is done to tiles from ops")
 def attribute_of_a_module(x):
     x[0, 0] = math.comb(3, 2)
+
+
+@mistake(
+    "'a' is not read from a plan: `a, b = plan.open()` gives a kernel its parts, in their order; got shared(a=st(64, 64, bf16"
+)
+def a_part_of_a_plan(x):
+    plan.a
+
+
+@mistake("a tuple has no attribute 'fill': `(a,) = plan.open()` takes its one part out; got UniTuple(ring(st(64, 64, bf16)")
+def a_plan_s_parts_as_one(x):
+    ring_plan.open().fill(0, x, (0, 0))
+
+
+@mistake(
+    "warpgroup.mm_AB: got ring(st(64, 64, bf16), 2 stages, 4 readers), st(64, 64, bf16): a is a ring, whose j-th tile is `a"
+)
+def a_ring_as_an_operand(x):
+    (a,) = ring_plan.open()
+    warpgroup.mm_AB(a, a.wait(0))
+
+
+@mistake("kernels have no texts that are put together, as an f-string is: print(t) prints a tile, a vector or a number")
+def a_text_that_is_put_together(x):
+    print(f"t = {load(x, T, (0, 0))}")
+
+
+@mistake("kernels cannot say this: use of yield in a closure, as in tuple(.. for .. in ..); kernels are numbers")
+def a_generator(x):
+    tuple(load(x, T, (16 * i, 0)) for i in range(2))
 
 
 @mistake("TABLE is a dict, which kernels cannot read: take what is needed before the kernel, or make it a tuple")

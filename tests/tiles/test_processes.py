@@ -4,6 +4,7 @@ progress.py: how far a long launch is."""
 import io
 import os
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -147,6 +148,35 @@ def test_the_first_fault_is_found_and_what_was_said_before(forks, capsys):
     assert "two_faults" in [entry.name for entry in found.traceback]  # a debugger finds the kernel's own frame
 
 
+@cuda.jit
+def to_one_place(x, last):
+    """The last block stores where another has stored."""
+    block = cuda.blockIdx.x
+    x[last if block == cuda.gridDim.x - 1 else block, 0] = block
+
+
+@pytest.mark.parametrize("other", [0, 2, 4])
+def test_blocks_that_store_to_one_element(forks, other):
+    """In whichever processes they ran, that here among them: the race is found, and both are named."""
+    x = np.zeros((BLOCKS, 3), np.float32)[:, ::2]
+    with pytest.raises(tiles.Hazard, match=f"stores 5 where another warp stored {other}, and nothing orders") as found:
+        launch(to_one_place, BLOCKS, 32)(x, other)
+    assert [place.block for place in found.value.places] == [(5, 0, 0), (other, 0, 0)]
+    assert list(x[:, 0]) == [*range(BLOCKS - 1), 0]
+
+
+@cuda.jit
+def alike(x, y):
+    """All blocks store 7 there, and to an element of their own."""
+    x[0], y[cuda.blockIdx.x] = 7, cuda.blockIdx.x
+
+
+def test_blocks_that_store_the_same(forks):
+    x, y = np.zeros(1, np.int64), np.zeros(BLOCKS, np.int8)
+    launch(alike, BLOCKS, 32)(x, y)
+    assert x[0] == 7 and (y == np.arange(BLOCKS)).all()
+
+
 def test_a_mistake_in_python_stays_what_it_is(forks):
     @cuda.jit
     def kernel(out):
@@ -265,6 +295,7 @@ def test_jobs(monkeypatch):
     with pytest.raises(ValueError, match="^TILES_JOBS must be a number of processes, got 'many'"):
         processes.jobs()
     monkeypatch.delenv("TILES_JOBS")
+    monkeypatch.delitem(sys.modules, "jax", raising=False)  # which another test may have imported
     end = threading.Event()
     other = threading.Thread(target=end.wait)
     other.start()

@@ -12,8 +12,24 @@ from kernels import scale
 from numba import cuda
 
 import tiles
-from ops import cluster, exp2, load, mma_AB, store, warpgroup, zeros
-from tiles import bf16, fp32, pipeline, ring, rt, shared, st, tensor
+from ops import (
+    block,
+    cluster,
+    commit_group,
+    copy_async,
+    exp2,
+    load,
+    mma_AB,
+    mma_AB_unzipped,
+    mma_ABt_unzipped,
+    rezipped,
+    store,
+    unzipped,
+    wait_group,
+    warpgroup,
+    zeros,
+)
+from tiles import bf16, fp8e4m3, fp16, fp32, pipeline, ring, rt, shared, st, tensor
 from tiles import nvtx as ranges
 from tiles.__main__ import main
 from tiles.op import OPS
@@ -106,6 +122,26 @@ def test_counts():
     assert counts.read == (ROUNDS + 1) * A.nbytes and counts.written == 64 * 64 * 4
     assert counts.once == ROUNDS * A.nbytes + 64 * 64 * 4  # q is the first tile of x... and of no more bytes than x has
     assert (counts.counted, counts.clusters, launch.seconds, launch.code) == (1, 1, None, None)
+
+
+def test_counts_of_products_of_two_dtypes():
+    """They take as long as those of the wider one; what is summed over is counted, whatever the op's name ends with."""
+    smem = shared(k=st(64, 32, fp8e4m3))
+
+    @cuda.jit
+    def both(q, x, y):
+        (k,) = smem.open()
+        copy_async(k, x, (0, 0))
+        commit_group()
+        wait_group(0)
+        block.sync()
+        s = mma_ABt_unzipped(zeros(rt(16, 64, fp32)), unzipped(load(q, rt(16, 32, fp16), (0, 0))), k)
+        store(y, rezipped(mma_AB_unzipped(zeros(rt(16, 32, fp32)), fp16(s), k)), (0, 0))
+
+    q, x, y = np.ones((16, 32), np.float16), fp8e4m3.round(np.ones((64, 32))), np.zeros((16, 32), np.float32)
+    (launch,) = tiles.profile(tiles.launch(both, 1, 32, shared=smem), q, x, y).launches
+    assert (y == 32 * 64).all()
+    assert launch.counts.flop == launch.counts.halves == 2 * 2 * 16 * 64 * 32
 
 
 def test_counts_of_ordinary_loads_and_of_what_lies_outside():

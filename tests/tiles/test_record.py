@@ -55,7 +55,7 @@ def test_bound_by_the_names_of_its_parts():
     launch = kernel.bind(1, x=forms[0], add=forms[1], which=which, times=times, n=n)
     launch(0, x.ctypes.data, add.ctypes.data)
     assert (x == 15).all()
-    with pytest.raises(TypeError, match="times: must be a number: times=None"):
+    with pytest.raises(TypeError, match="times: must be a.* times=None"):
         kernel.bind(1, x=forms[0], add=forms[1], which=which, n=n)
 
 

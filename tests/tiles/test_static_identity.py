@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 import weakref
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from ops import exp, load, map, maximum, store
 from tiles import compiler, fp32, inlined, rt, static
 from tiles.arguments import parameter
 
+static_module = sys.modules[static.__module__]
 ROOT = Path(__file__).parents[2]
 T = rt(16, 32, fp32)
 ARRAY = parameter("x", np.zeros((16, 32), np.float32)).type
@@ -218,3 +220,24 @@ def test_what_is_freed_is_compiled_anew(collect):
             codes.add((number, found.registers, len(found.cubin)))
             collect()
     assert len(codes) == 2
+
+
+def test_a_digest_that_another_thread_lets_go(monkeypatch):
+    """The table of digests is full, and what is asked for was the oldest: others may forget it between two looks."""
+
+    class Forgetful(OrderedDict):
+        def __contains__(self, mark):
+            found = super().__contains__(mark)
+            self.clear()
+            return found
+
+        def get(self, mark, otherwise=None):
+            found = super().get(mark, otherwise)
+            self.clear()
+            return found
+
+    monkeypatch.setattr(Score, "__digests__", Forgetful())
+    assert Score(bent, 1) == Score(bent, 1) != Score(bent, 2)
+    monkeypatch.setattr(Score, "__digests__", OrderedDict())
+    monkeypatch.setattr(static_module, "REMEMBERED", 0)
+    assert Score(bent, 3) == Score(bent, 3) and not Score.__digests__

@@ -17,7 +17,7 @@ from ops import load, store
 from tiles import bf16, fallback, fp16, fp32, rt, shared, st
 from tiles.interpreter import interpret
 from tiles.op import OPS
-from tiles.testing import blank, broken, close, guarded, meaning, pairs, ptx
+from tiles.testing import blank, broken, close, gpu, guarded, meaning, pairs, ptx
 
 ROOT = Path(tiles.__file__).parents[1]
 T = rt(16, 16, fp32)
@@ -53,6 +53,22 @@ def copied(x, /, rows, **options):
     y = blank(x.shape)
     tiles.launch(copy, -(-rows // T.rows), 32)(x, y)
     return y, options
+
+
+def test_what_a_function_is_given_and_returns_on_the_card(monkeypatch):
+    """Arrays of every rank, in tuples as attention.linear returns them; here torch's in host memory stand for the card's."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+
+    def function(x, y):
+        y += x
+        return y, (x, None, [2 * y])
+
+    x, y = np.array(3, np.float32), np.arange(2, dtype=np.float32)
+    whole, (number, nothing, (twice,)) = gpu(function, x, y)
+    assert isinstance(number, np.ndarray) and number.shape == () and number == 3 and nothing is None
+    for found, wanted in (whole, [3, 4]), (y, [3, 4]), (twice, [6, 8]):
+        assert isinstance(found, np.ndarray) and found.tolist() == wanted
 
 
 @pytest.mark.parametrize("way", [meaning, ptx])

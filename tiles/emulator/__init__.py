@@ -10,6 +10,7 @@ warp.py executes, memory.py keeps watch.
 """
 
 import contextlib
+import functools
 import math
 import weakref
 from collections import Counter
@@ -81,11 +82,19 @@ def program(kernel, types, arch, lowered=None) -> Program:
     known = _programs.setdefault(kernel, {})
     found = known.get((types, arch))
     if found is None:
-        found = read((lowered or Lowered(kernel, types, arch, lines=True)).ptx())
+        lowered = lowered or Lowered(kernel, types, arch)
+        found = read(lowered.ptx())
+        if not getattr(lowered, "lines", True):
+            found.with_lines = functools.partial(_with_lines, weakref.ref(kernel), types, arch)
         found.meets = meets(found)
         found.runs = [None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in found.code]
         known[types, arch] = found
     return found
+
+
+def _with_lines(kernel, types, arch):
+    """The instructions of a kernel that is compiled once more, with a table of lines."""
+    return read(Lowered(kernel(), types, arch, lines=True).ptx()).code
 
 
 class Counts(NamedTuple):

@@ -15,12 +15,18 @@ MBARRIER_BYTES = 8
 
 class ByParity(Mbarrier):
     """An mbarrier whose waiters name a parity. Which phase is meant follows from what the waiter knows: the first after all
-    those that it knows complete, or the last of these, if that has this parity."""
+    those that it knows complete, or the last of these, if that has this parity. fences: (lane's agent, its time) of each
+    fence.mbarrier_init that came after the set-up."""
+
+    def __init__(self, block, name, count):
+        super().__init__(block, name, count)
+        self.fences = []
 
     def wait(self, warp, parity, everything=True):
         """The active lanes wait until the phase of this parity is complete, and know what that lets them know; but for
         `everything`, not what peers wrote to this block's memory."""
-        known = int(warp.clocks[warp.mask, self.agent].min())
+        clock = warp.clocks[warp.mask].min(0)
+        known = max(n for n in range(int(clock[self.agent]), self.phase + 1) if self.is_known(clock, n))
         wanted = known if (known - 1) & 1 == parity else known + 1
         if wanted > known:
             self._missed(warp, wanted, "")
@@ -53,6 +59,8 @@ def mbarrier(w, home, at, asks):
     if bad.any():
         event = shadow.writes[shadow.write[at]]
         if (asks.plainly(shadow.writer[cells]) >= shadow.written[cells]).all():
+            if any(asks.plainly(agent) >= time for agent, time in bar.fences):
+                return bar
             raise w.hazard(f"uses {bar.name}, with no fence.mbarrier_init after {event}", "fence")
         raise w.hazard(f"uses {bar.name}, and nothing orders this after {event}", "race")
     return bar
@@ -95,9 +103,20 @@ def _(_, w, at):
         w.block.shadow.state[where : where + MBARRIER_BYTES] = 0
 
 
-@means(r"fence\.mbarrier_init\.release\.cluster|fence\.proxy\.async(?:\.shared::cta|\.global)?")
+@means(r"fence\.mbarrier_init\.release\.cluster")
 def _(_, w, at):
-    w.fence_async()
+    """Of mbarriers that were set up, and of nothing else that was written."""
+    time, shadow = w.tick(), w.block.shadow
+    for lane in np.flatnonzero(w.mask):
+        for where, bar in w.block.barriers_at.items():
+            if w.clocks[lane, shadow.writer[where]] >= shadow.written[where]:
+                bar.fences.append((w.first + int(lane), time))
+
+
+@means(r"fence\.proxy\.async(\.shared::cta|\.global)?")
+def _(match, w, at):
+    if match[1] != ".global":  # whose memory nobody watches here
+        w.fence_async()
 
 
 @means(r"mbarrier\.arrive(\.expect_tx)?(?:\.(release|relaxed)\.(cta|cluster))?\.shared(?:::(cta|cluster))?\.b64")
@@ -185,7 +204,7 @@ def _(match, w, at):
     bar = w.block.named(number, threads)
     votes = w.block.votes.setdefault((number, bar.opened), [])
     votes.append(operand(flag, np.bool_)(w))
-    bar.meet(_Together(w), threads)
+    bar.meet(_Together(w), threads, vote=True)
     w.set(into, np.full(LANES, (np.any if match[1] == "or" else np.all)(votes)))
 
 

@@ -145,6 +145,8 @@ def _(match, w, at):
     memory = w.block.cluster.memory
     values = np.stack([operand(x, np.float32)(w) for x in at.operands[1]], -1)
     for place, four in zip(address(w, at.operands[0])[w.mask], values[w.mask]):
+        if place % np.uint64(16):
+            raise w.hazard(f"an addition to 16 bytes at {int(place):#x}, which is no multiple")
         places = (place + np.arange(0, 16, 4))[:, None]
         for one, x in zip(places, four):
             memory.store(w, one, (memory.load(w, one, 4).view(np.float32) + x).view(np.uint8))

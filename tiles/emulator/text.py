@@ -4,7 +4,9 @@ Braces open scopes, in which inline assembly declares registers and labels of it
 an instruction comes from.
 """
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,7 +57,8 @@ class Address(NamedTuple):
 
 @dataclass
 class Instruction:
-    """`@guard opcode operands;`. number: its line in the text. target: of a branch, the index of an instruction."""
+    """`@guard opcode operands;`. number: its line in the text. index: its own. target: of a branch, the index of an
+    instruction."""
 
     opcode: str
     operands: list
@@ -64,14 +67,16 @@ class Instruction:
     number: int
     place: tuple[str, int]
     text: str
+    index: int
     target: int | None = None
 
 
 @dataclass
 class Program:
-    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. local: name ->
-    offset in a thread's own memory, of local_bytes. widths: of each register. runs:
-    what executes each instruction; meets: where lanes that part there come together."""
+    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in a
+    thread's own memory, of local_bytes. widths: of each register. runs: what executes each instruction; meets: where lanes
+    that part there come together. with_lines: makes the same instructions once more, with their lines of Python, where these
+    have none."""
 
     name: str
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -81,6 +86,15 @@ class Program:
     code: list[Instruction] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
     meets: list[int] = field(default_factory=list)
+    with_lines: Callable[[], list[Instruction]] | None = None
+
+    @functools.cached_property
+    def shown(self):
+        """The instructions as people are shown them. A table of lines takes a fifth of the time to compile, and is there for
+        what fails alone."""
+        found = self.with_lines() if self.with_lines else self.code
+        alike = [at.opcode for at in found] == [at.opcode for at in self.code]  # which nobody promises
+        return found if alike else self.code
 
 
 class _Scope:
@@ -176,7 +190,7 @@ def _statement(program, scope, text, number, place, jumps):
     match = _STATEMENT.fullmatch(text)
     guard = match["guard"] and scope.register(program, match["guard"])
     opcode, operands = match["opcode"], match["operands"].strip()
-    made = Instruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()))
+    made = Instruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()), len(program.code))
     if opcode.startswith("bra"):
         jumps.append((made, scope, operands))
     else:

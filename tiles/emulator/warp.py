@@ -28,6 +28,25 @@ def _busiest(at, size):
     return max(max(Counter(word % 32 for word in asked).values()) for asked in passes)
 
 
+class At(Place):
+    """A warp and the instruction that it is at; within: its program, the instruction."""
+
+    @property
+    def _shown(self):
+        program, at = self.within
+        return program.shown[at.index]
+
+    @property
+    def frames(self):
+        """The line of Python that the instruction comes from."""
+        return (self._shown.place,)
+
+    @property
+    def code(self):
+        """The instruction, and its line in the text."""
+        return f"PTX line {self._shown.number} `{self._shown.text[:100]}`"
+
+
 class Thread:
     """One lane, as barriers see it."""
 
@@ -53,7 +72,7 @@ class Warp(greenlet):
         self.own = np.arange(LANES), self.first + np.arange(LANES)
         self.time, self.synced = 0, 0
         self.ready, self.why, self.at = None, lambda: "", None
-        self.registers = block.entry_registers
+        self.registers, self.settings = block.entry_registers, 0
         self.met, self.waited, self.met_at, self.collectives = 0, 0, None, 0
         self.instruction = program.code[0]
         self.mask, self.full = np.ones(LANES, bool), True
@@ -66,11 +85,12 @@ class Warp(greenlet):
         self.pending, self.fenced = set(), ([], None)  # registers that hold promises; values at the last wgmma.fence, their ids
 
     # -- time, messages: as in the interpreter
-    until, hazard, together, set_registers = (
+    until, hazard, together, set_registers, close_deeds = (
         Interpreted.until,
         Interpreted.hazard,
         Interpreted.together,
         Interpreted.set_registers,
+        Interpreted.close_deeds,
     )
     _allowed, __str__ = Interpreted._allowed, Interpreted.__str__
 
@@ -96,8 +116,7 @@ class Warp(greenlet):
 
     def place(self):
         """The instruction, and the line of Python that it comes from."""
-        at = self.instruction
-        return Place(self.block.index, self.index, (at.place,), f"PTX line {at.number} `{at.text[:100]}`")
+        return At(self.block.index, self.index, (self.program, self.instruction))
 
     def converged(self, deed):
         """All lanes must be here."""
@@ -294,3 +313,4 @@ class Warp(greenlet):
                 raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.deed}", work.place)
         if late := [mma for group in [*self.mma_groups[self.mmas_done :], self.mmas] for mma in group]:
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", late[0].place)
+        self.close_deeds()

@@ -5,6 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache as once
+from pathlib import Path
 from typing import Any
 
 from numba.cuda import types
@@ -52,9 +54,9 @@ class Figures:
 
 def figures(kernel, types: Sequence[types.Type], arch: str, shared: Any = None, block: Any = None) -> Figures:
     """The figures alone, for Numba types of arguments. They are remembered on disk beside compiled kernels, under a key of all
-    that the code is made from: what did not change is not compiled again."""
+    that the code is made from, and of what reads it: what did not change is not compiled again."""
     name = digest.key(kernel, types, arch)
-    known = name and f"{name} in figures of nvdisasm {sass.version()}"
+    known = name and f"{name} in figures {reading()} of nvdisasm {sass.version()}"
     found = cache.recall(known)
     if found is None:
         compiled = cache.load(name) or compile_kernel(kernel, types, arch)
@@ -63,6 +65,12 @@ def figures(kernel, types: Sequence[types.Type], arch: str, shared: Any = None, 
     if shared is not None:
         found["shared_bytes"] += shared.nbytes
     return Figures(**{**found, "threads": threads(block)})
+
+
+@once
+def reading() -> str:
+    """A digest of the sources that make figures of machine code, which the key of the code leaves out."""
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, sass.__file__))).hexdigest()[:16]
 
 
 def measured(kernel, arch: str, compiled: Compiled, shared: Any = None) -> dict[str, Any]:

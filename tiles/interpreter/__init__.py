@@ -19,7 +19,7 @@ from lane to lane.
 **What it watches.** Shared memory (shadow.py), barriers (barriers.py, rings.py), mmas and copies in flight, the limits of
 arrays, setmaxnreg; hazard.py lists the kinds of Hazard. A verdict depends on what the kernel orders, not on what happened to
 come first in this run, so it is the same on every schedule. Where the PTX ISA is silent: a fence.proxy.async anywhere between
-the ordinary access and the asynchronous one is enough; an mma is over for its four warps at once. The blocks of a cluster run
+the ordinary access and the asynchronous one is enough. The blocks of a cluster run
 together (cluster.py), and what they do to each other's shared memory is watched like the rest. In addition, a block must have
 set up its memory before a peer accesses it, and must not end before such accesses are known to be over. The hardware's
 barrier does not wait for warps that have ended; here they must arrive.
@@ -130,10 +130,13 @@ def _arguments(args):
 
 
 def _argument(a):
-    """An argument as kernels see it: a float in fp32, an array that says where an index leaves it."""
+    """An argument as kernels see it: a float in fp32, an integer without end, as none of theirs ends at 32 bits; an array that
+    says where an index leaves it."""
     if isinstance(a, tuple):
         values = map(_argument, a)
         return type(a)(*values) if hasattr(a, "_fields") else tuple(values)
+    if isinstance(a, np.integer):
+        return int(a)
     return np.float32(a) if isinstance(a, float) else a.view(Bounded) if isinstance(a, np.ndarray) else a
 
 

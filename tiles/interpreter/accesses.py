@@ -17,19 +17,16 @@ import numpy as np
 from numba.cuda import types
 
 from ..types import gl
-from .stores import Stores
+from .stores import Claims, Clash, Stores
 
 READ, WRITE = 0, 1
 PAGE = mmap.PAGESIZE
 DEEDS = {"source": (READ,), "pool": (READ,), "pages": (READ,), "target": (WRITE,)}
 
 
-class Clash(Exception):
-    """An array is read by one block and written by another, or the same one."""
-
-
 class Accesses:
-    """Of the blocks that run on these arrays. The marks lie in memory that forked processes share. strict: a Clash ends the
+    """Of the blocks that run on these arrays. The marks lie in memory that forked processes share: of each array that it was
+    read and that it was written, and a last one, that blocks in two processes stored to one element. strict: a Clash ends the
     block that brings it about."""
 
     def __init__(self, arrays):
@@ -64,8 +61,11 @@ class Accesses:
 
     @property
     def clash(self):
-        """Is any array both read and written?"""
-        return any(self.marks[at + READ] and self.marks[at + WRITE] for *_, at in self.spans)
+        """Is any array both read and written, or an element by two blocks that ran in processes?"""
+        return self.marks[-1] == 1 or any(self.marks[at + READ] and self.marks[at + WRITE] for *_, at in self.spans)
+
+    def _give_up(self):
+        self.marks[-1] = 1
 
     def shared(self, arrays):
         """Copies of the arrays in memory that processes share, aligned as they are and overlapping where they do; and the
@@ -75,7 +75,12 @@ class Accesses:
             rooms[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
         places = {marks: room.ctypes.data for marks, room in rooms.items()}
         moved.spans = sorted((places[marks], places[marks] + end - start, marks) for start, end, marks in self.spans)
-        moved.strict, moved.stores = True, Stores()
+        sizes: dict = {}
+        for array in arrays:
+            if span := self.span(array):
+                sizes[span[2]] = min(array.itemsize, sizes.get(span[2], array.itemsize))
+        spans = [(places[marks], places[marks] + end - start, start, sizes[marks]) for start, end, marks in self.spans]
+        moved.strict, moved.stores = True, Claims(self.stores, spans, self._give_up)
         copies = []
         for array in arrays:
             if span := self.span(array):

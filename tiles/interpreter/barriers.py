@@ -23,18 +23,23 @@ class Mbarrier:
         self.due, self.bytes, self.phase = count, 0, 0
         self.clock = np.zeros(block.agents.count, np.int64)
         self.published = [self.clock.copy()]
-        self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
+        self.arrivals = np.zeros(self.warps, np.int64)
         self.arrived, self.expected, self.flying = [], None, []  # in this phase: places, the last expectation, copies
-        self.bytes_came = False  # in the phase before
+        self.complete = [self.arrivals]  # of each phase: the warps' times at its arrivals; None of one for which bytes came
         self.waits = {}  # warp -> its last wait: (phase, time, place)
         self.last_copy = None
         block.mbarriers.append(self)
 
     def knows(self, warp, phase):
         """Does the warp know that `phase` phases are complete, on any schedule?"""
-        if phase <= 0 or warp.clock[self.agent] >= phase:
+        return self.is_known(warp.clock, phase)
+
+    def is_known(self, clock, phase):
+        """Does one who knows `clock`?"""
+        if phase <= 0 or clock[self.agent] >= phase:
             return True
-        return phase == self.phase and not self.bytes_came and (warp.clock[: self.warps] >= self.before).all()
+        arrivals = self.complete[phase] if phase <= self.phase else None
+        return arrivals is not None and bool((clock[: self.warps] >= arrivals).all())
 
     def _enter(self, warp, what, kind):
         if not self.knows(warp, self.phase):
@@ -110,9 +115,9 @@ class Mbarrier:
                     place,
                     waited,
                 )
-        self.bytes_came = self.expected is not None
+        self.complete.append(self.arrivals if self.expected is None else None)
         self.phase, self.due, self.expected, self.arrived = self.phase + 1, self.count, None, []
-        self.before, self.arrivals = self.arrivals, np.zeros_like(self.arrivals)
+        self.arrivals = np.zeros_like(self.arrivals)
         self.clock[self.agent] = self.phase
         if self.on_phase:
             self.on_phase(warp)
@@ -165,14 +170,17 @@ class Named:
     """A named barrier (bar.sync, bar.arrive)."""
 
     def __init__(self, number, threads, block):
-        self.number, self.threads, self.warps, self.opened = number, threads, block.agents.warps, 0
+        self.number, self.threads, self.warps, self.opened, self.vote = number, threads, block.agents.warps, 0, False
         self.arrived = {}  # warp -> place, in this generation
         self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
         self.clock, self.published = np.zeros(block.agents.count, np.int64), {}
 
-    def meet(self, warp, threads, sync=True, what=""):
-        """Arrive, and unless `sync` is false wait until `threads` threads have."""
+    def meet(self, warp, threads, sync=True, what="", vote=False):
+        """Arrive, and unless `sync` is false wait until `threads` threads have. vote: bar.red, which all must say."""
         place = warp.place()
+        if self.arrived and vote != self.vote:
+            cause = f"{what}named barrier {self.number} is met at by some, and voted at by others"
+            raise warp.hazard(cause, "collective", *self.arrived.values())
         if threads != self.threads and self.arrived:
             cause = f"named barrier {self.number} is used with {threads} and {self.threads} threads at once"
             raise warp.hazard(cause, "collective")
@@ -184,7 +192,7 @@ class Named:
                 f"{what}arrives on named barrier {self.number}, and nothing orders this after its opening number {self.opened}"
             )
             raise warp.hazard(f"{cause}, for which it might have counted", "arrivals")
-        self.threads, generation = threads, self.opened
+        self.threads, self.vote, generation = threads, vote, self.opened
         note(Arrived, (self, generation + 1))
         self.arrived[warp.index], self.arrivals[warp.agent] = place, warp.tick()
         np.maximum(self.clock, warp.clock, out=self.clock)

@@ -27,6 +27,7 @@ class Block:
         self.visits = []  # accesses by warps of peers: (agent, time, event)
         self.entry_registers = min(256, REGISTERS // (LANES * self.size * resident) // 8 * 8)
         self.pool = 0  # registers a thread and warp that setmaxnreg has given back
+        self.settings = [[] for _ in range(groups)]  # each setmaxnreg of a warpgroup: {warp: its time then}
 
     def named(self, number, threads):
         """The named barrier of that number."""
@@ -36,6 +37,19 @@ class Block:
             text = f"named barrier {number} is to wait for {threads} threads, in a block of {LANES * self.size}"
             raise getcurrent().hazard(text, "collective")
         return self.named_barriers.setdefault(number, Named(number, threads, self))
+
+    def check_met(self, warp, nth):
+        """A Hazard unless the warps of a warpgroup have met since its setmaxnreg before the `nth` (PTX ISA, "setmaxnreg")."""
+        settings = self.settings[warp.group]
+        if nth == len(settings):
+            settings.append({})
+        before = settings[nth - 1] if nth else {}
+        if nth and (len(before) < WARPGROUP or any(warp.clock[agent] < time for agent, time in before.items())):
+            cause = (
+                "sets its registers anew, and nothing orders this after the four warps of its warpgroup have set them before"
+            )
+            raise warp.hazard(f"{cause}: warpgroup.sync() is missing between", "registers")
+        settings[nth][warp.agent] = warp.tick()
 
     def take_registers(self, warp, n):
         """Give `warp` n registers a thread, once the block's pool has them."""

@@ -1,7 +1,6 @@
 """What went wrong, and where in the kernel's source."""
 
 import linecache
-from types import CodeType
 from typing import NamedTuple
 
 KINDS = {
@@ -27,8 +26,8 @@ KINDS = {
 
 
 class Place(NamedTuple):
-    """A warp and the statement it is at: where in each function it is in, the innermost first, (its code, an offset in it) or
-    (file, line). code: the instruction, of a kernel that runs as compiled."""
+    """A warp and the statement it is at. within: of each function it is in, the innermost first, (its code, an offset in it).
+    code: the instruction, of a kernel that runs as compiled."""
 
     block: tuple
     warp: int
@@ -53,10 +52,8 @@ class Place(NamedTuple):
         return f"warp {self.warp} (warpgroup {self.warp // 4}) of block {self.block}, {self.line}"
 
 
-def _line(file, at):
-    if isinstance(file, CodeType):
-        return file.co_filename, next(line for start, end, line in file.co_lines() if start <= at < end)
-    return file, at
+def _line(code, at):
+    return code.co_filename, next(line for start, end, line in code.co_lines() if start <= at < end)
 
 
 def _statement(file, line):

@@ -113,9 +113,10 @@ class Bounded(np.ndarray):
         if any(isinstance(i, Tile) for i in (index if isinstance(index, tuple) else (index,))):
             return OPS[operator.getitem](self, index)
         found = super().__getitem__(index := self._inside(index, READ))
-        if not isinstance(found, np.ndarray):
-            self._touched(index, False)
-        return found
+        if isinstance(found, np.ndarray):
+            return found
+        self._touched(index, False)
+        return int(found) if isinstance(found, np.integer) else found  # a kernel computes with 64 bits, whatever it has read
 
     def __setitem__(self, index, value):
         index = self._inside(index, WRITE)
@@ -237,6 +238,8 @@ BUILTINS = {name: GUARDED[getattr(builtins, name)] for name in ("divmod", "len",
 def _swap(value, seen):
     if value is cuda:
         return Cuda()
+    if isinstance(value, np.integer):
+        return int(value)
     if isinstance(value, (python.BuiltinFunctionType, np.ufunc)) and value in GUARDED:
         return GUARDED[value]
     if isinstance(value, python.ModuleType):

@@ -4,7 +4,8 @@ The first ones run here. When what is left would take more than WORTH seconds, a
 are forked that take clusters in order, on copies of the arrays in memory that all of them see (accesses.py). Nothing of what
 they do counts until it is known to be right:
 
-- An array turns out to be read by one cluster and written by another: the copies are thrown away, and all goes on here.
+- An array turns out to be read by one cluster and written by another, or an element to be stored to by two: the copies are
+  thrown away, and all goes on here.
 - A cluster fails, whatever the reason: those before it are waited for, and it is run once more here, where its Hazard is raised
   (and a breakpoint stops, and a debugger looks). A cluster's random order follows from the seed and its number alone, so it
   fails in the same way.
@@ -71,7 +72,8 @@ def _forked(numbers, run, args, arrays, accesses, progress, most):
     copies, moved = accesses.shared(arrays)
     replaced = dict(zip(map(id, arrays), copies))
     theirs = [_moved(arg, replaced) for arg in args]
-    words = _gathered(numbers, lambda n: run(n, theirs, moved), accesses, progress, most)
+    with contextlib.closing(moved.stores):
+        words = _gathered(numbers, lambda n: run(n, theirs, moved), accesses, progress, most)
     if accesses.clash:
         return {}
     for array, copied in zip(arrays, copies):

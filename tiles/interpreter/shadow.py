@@ -1,12 +1,11 @@
 """Shared memory under supervision: its bytes, and for every cell who wrote it, who reads it and what state it is in.
 
 **Clocks.** Whatever touches shared memory is an *agent* with a clock of its own: each warp; each warp's copies by cp.async;
-both once more as the asynchronous proxy sees them; each warpgroup's mmas; each mbarrier's copies; each warp's bulk stores; of
-all blocks of a cluster. A warp carries a vector with the time of every agent up to which it knows what happened (Lamport,
-Fidge, Mattern;
-FastTrack's epochs, Flanagan and Freund 2009). An access is ordered after an earlier one if the vector has reached that
-one's time; if not, the two race, whatever order this run happened to take. So a copy that lands early hides nothing: until
-a wait has taught a warp that the copy is done, its tile may not be touched.
+both once more as the asynchronous proxy sees them; each warp's part of its warpgroup's mmas; each mbarrier's copies; each
+warp's bulk stores; of all blocks of a cluster. A warp carries a vector with the time of every agent up to which it knows what
+happened (Lamport, Fidge, Mattern; FastTrack's epochs, Flanagan and Freund 2009). An access is ordered after an earlier one if
+the vector has reached that one's time; if not, the two race, whatever order this run happened to take. So a copy that lands
+early hides nothing: until a wait has taught a warp that the copy is done, its tile may not be touched.
 
 **Proxies.** wgmma and TMA go through the asynchronous proxy. After ordinary accesses to the same memory, writes and reads
 alike, they need a `fence.proxy.async` on the way. A fence copies the warp's knowledge of the ordinary agents to their

@@ -3,13 +3,27 @@
 Within a cluster the warps' clocks tell what is ordered (shadow.py); nothing orders stores of two clusters, but a wait for a
 count that others count up (ops/memory/counts.py). Equal values do no harm and are no race. What a reduction adds (tma_add,
 add_held) is not looked at, nor what an op of someone's own writes to an array.
+
+Clusters in several processes (processes.py) do not know each other's stores, only who stored where: `Claims`.
 """
 
+import contextlib
+import mmap
+import os
 from typing import NamedTuple
 
 import numpy as np
 
 from .hazard import Hazard, Place
+
+with contextlib.suppress(ImportError):  # of Windows, where nothing is forked
+    import fcntl
+
+CLAIM = 4  # bytes that say whose an element is
+
+
+class Clash(Exception):
+    """Two clusters that run in several processes do something to one place whose outcome hangs on which comes first."""
 
 
 class Stored(NamedTuple):
@@ -34,11 +48,7 @@ class Stores:
         if start not in self.last:
             self.last[start] = size, np.zeros((end - start) // size, np.int32)
         known, numbers = self.last[start]
-        at = view.__array_interface__["data"][0] - start
-        if known != size or at % size or any(stride % size for stride in view.strides):
-            return None
-        strides = [stride // size * numbers.itemsize for stride in view.strides]
-        return np.ndarray(view.shape, np.int32, numbers, at // size * numbers.itemsize, strides)
+        return _elements(view, start, size, numbers) if known == size else None
 
     def note(self, warp, clock, time, place, view, values, span):
         """A warp that knows `clock` stores values, at its `time`; what is there is not yet overwritten. Hazard: a race."""
@@ -68,6 +78,53 @@ class Stores:
                     f"{len(where)} of this array's elements"
                 )
                 raise Hazard("race", cause, place, event.place)
+
+
+class Claims(Stores):
+    """The same of clusters in several processes: what one of them stores to is its own. Another's store there is a Clash, after
+    which all run one after the other, and find whether it is a race and whose.
+
+    before: what was stored until now. spans: of the arrays, (start, end, where it starts in `before`, bytes of an element, the
+    least one). give_up: is called at a clash."""
+
+    def __init__(self, before, spans, give_up):
+        super().__init__()
+        self.lock, self.give_up, self.owners = os.memfd_create("claims"), give_up, {}
+        for start, end, once, unit in spans:
+            owners = np.frombuffer(mmap.mmap(-1, (end - start) // unit * CLAIM), np.int32)
+            size, numbers = before.last.get(once, (unit, np.zeros(0, np.int32)))
+            owners[np.flatnonzero(numbers) * size // unit] = -1
+            self.owners[start] = unit, owners
+
+    def note(self, warp, clock, time, place, view, values, span):
+        """As of Stores; Clash."""
+        unit, owners = self.owners[span[0]]
+        mine = _elements(view, span[0], unit, owners)
+        if mine is not None:
+            (x, y, z), (width, height, _) = warp.block.cluster.blocks[0].index, warp.block.cluster.grid
+            own = 1 + x + width * (y + height * z)
+            fcntl.lockf(self.lock, fcntl.LOCK_EX)  # which a process that dies lets go
+            others = np.count_nonzero((mine != 0) & (mine != own))
+            mine[...] = own
+            fcntl.lockf(self.lock, fcntl.LOCK_UN)
+            if others:
+                self.give_up()
+                raise Clash
+        super().note(warp, clock, time, place, view, values, span)
+
+    def close(self):
+        """No process claims anything any more."""
+        os.close(self.lock)
+
+
+def _elements(view, start, size, numbers):
+    """Of numbers, one for each `size` bytes from address `start` on, those of a view's elements, as a view; None if these lie
+    otherwise."""
+    at = view.__array_interface__["data"][0] - start
+    if at % size or any(stride % size for stride in view.strides):
+        return None
+    strides = [stride // size * numbers.itemsize for stride in view.strides]
+    return np.ndarray(view.shape, numbers.dtype, numbers, at // size * numbers.itemsize, strides)
 
 
 def _bits(array):

@@ -19,7 +19,7 @@ class Warp(greenlet):
     """One warp: a coroutine that gives way when it waits."""
 
     def __init__(self, block, index, kernel, args):
-        super().__init__(lambda: kernel(*args))
+        super().__init__(lambda: self._run(kernel, args))
         self.gr_context = contextvars.copy_context()  # NumPy's error state
         self.block, self.index, self.kernel = block, index, kernel.__code__
         self.group, self.rank = divmod(index, WARPGROUP)
@@ -27,13 +27,25 @@ class Warp(greenlet):
         self.copier = block.agents.warps + self.agent  # the agent of its copies by cp.async
         self.clock = np.zeros(block.agents.count, np.int64)
         self.ready, self.why, self.at = None, lambda: "", None
-        self.registers = block.entry_registers
+        self.registers, self.settings = block.entry_registers, 0
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.met, self.waited, self.met_at = 0, 0, None  # arrivals on the cluster's barrier, waits, where it last arrived
         self.overwritten = None  # by a bulk store that adds nothing, since it counted (ops/memory/counts.py): that store's deed
         self.stored = 0  # bulk stores that are known to be done, not only to have read
         self.steps, self.in_op = None, False  # what it has done, if it keeps a record: see record.py
         self.copies, self.groups, self.filled = [], [], {}  # copies of the open group, groups, tile of a pipeline -> its group
+
+    def _run(self, kernel, args):
+        try:
+            kernel(*args)
+        except UnboundLocalError as error:  # which Numba compiles: Python's own words tell neither the line nor that
+            within, at, source = [], error.__traceback__, self.block.cluster.source_codes()
+            while at:
+                within += [(at.tb_frame.f_code, at.tb_lasti)] * (id(at.tb_frame.f_code) in source)
+                at = at.tb_next
+            where = Place(self.block.index, self.index, tuple(within[::-1]))
+            why = "compiled, this kernel would go on with whatever lies there"
+            raise UnboundLocalError(f"{error} on this way through the kernel; {why}\n  at {where}") from error
 
     # -- time
     def until(self, ready, why):
@@ -100,11 +112,11 @@ class Warp(greenlet):
         view[...] = values
 
     # -- ordinary accesses to shared memory
-    def read(self, tile, rows=None, fence=True, home=None):
-        """The elements of a shared tile (some of its rows), read with ordinary loads; `fence`: a fence follows the loads. home:
-        the block in whose memory it lies, this one by default."""
+    def read(self, tile, rows=None, fence=True, home=None, cols=None):
+        """The elements of a shared tile (some of its rows or columns), read with ordinary loads; `fence`: a fence follows the
+        loads. home: the block in whose memory it lies, this one by default."""
         home = home or self.block
-        cells, shadow = span(tile, rows), home.shadow
+        cells, shadow = span(tile, rows, cols), home.shadow
         self._not_released(tile, f"reads {tile.name}")
         home.reached(self, f"reads {tile.name}")
         self._allowed(shadow.unreadable(self.clock, cells, False), f"reads {tile.name}")
@@ -113,7 +125,8 @@ class Warp(greenlet):
         shadow.note_read(self.agent, time, cells, Event("read", f"the read of {tile.name}", self.place()))
         if fence:
             self.fence_async()
-        return shadow.get(tile, rows)
+        found = shadow.get(tile, rows)
+        return found if cols is None else found[:, cols.start : cols.stop]
 
     def write(self, tile, values, rows=None, home=None, cols=None):
         """Store values to (some rows or columns of) a shared tile, of block `home`, with ordinary stores."""
@@ -339,6 +352,8 @@ class Warp(greenlet):
             verb = "claims" if more else "keeps"
             raise self.hazard(f"{verb} {n} registers a thread, and it has {self.registers}", "registers")
         self.together(f"setmaxnreg {n}")
+        self.block.check_met(self, self.settings)
+        self.settings += 1
         self.block.take_registers(self, n)
 
     def issue(self, compute, slab, *operands):
@@ -409,6 +424,16 @@ class Warp(greenlet):
         if known < self.mmas:
             place = block.mmas[self.group][known].places[self.rank]
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", place)
+        self.close_deeds()
+
+    def close_deeds(self):
+        """At the block's end: has it done what its warpgroup's other warps did together?"""
+        deeds = self.block.deeds[self.group]
+        if self.collectives < len(deeds):
+            deed, place = deeds[self.collectives]
+            raise Hazard(
+                "collective", f"the block ends, and warp {self.index} has not come to a deed of its warpgroup: {deed}", place
+            )
 
 
 class Mma:

@@ -53,7 +53,7 @@ FREE = set(
     "prefetch quarter rank release_registers ring.claim ring.fill ring.publish ring.release ring.wait rows rt shared.open "
     "store_wait subtile sync sync_several tma_add tma_load tma_max tma_min tma_store truncate wait wait_group zeros "
     "ping_pong.begin ping_pong.give ping_pong.take arrive expect fence_async named_arrive named_sync persistent_tile signal "
-    "receive wait_count count_stored count_up stores_done".split()
+    "receive wait_count count_stored count_up stores_done copy_pages turned".split()
 )
 SPECIAL = set(
     "exp exp2 gelu gelu_tanh itruediv log log2 reciprocal rsqrt sigmoid silu softplus sqrt tanh truediv".split()
@@ -67,14 +67,14 @@ def _values(specs):
 
 
 def product(step: Did):
-    """(FLOP of this warp, bytes of an operand's element, is it wgmma's?) of a matrix product, else None."""
+    """(FLOP of this warp, bytes of the wider operand's elements, is it wgmma's?) of a matrix product, else None."""
     if not step.name.startswith(("mm_", "mma_")):
         return None
-    out, right = step.gives, step.takes[-1]
+    out, left, right = step.gives, *step.takes[-2:]
     is_async = isinstance(out, pending)
     tile = out.tile if is_async else out
-    k = right.shape[step.name.endswith("Bt")]
-    return 2 * tile.rows * tile.cols * k, right.dtype.itemsize, is_async
+    k = right.shape[step.name.removesuffix("_unzipped").endswith("Bt")]
+    return 2 * tile.rows * tile.cols * k, max(left.dtype.itemsize, right.dtype.itemsize), is_async
 
 
 def specials(step: Did):
@@ -88,7 +88,7 @@ def price(step: Did, model: Model) -> Price | None:
     if found := product(step):
         flop, size, is_async = found
         return None if is_async else Price("tensor", flop * size / HALF / model.tensor / model.mma_sync)
-    if step.name in FREE:
+    if step.name in FREE or isinstance(step.gives, (st, sv, remote)):  # a shared tile by another name
         return None
     given = _values([step.gives, *step.takes])
     shared = [s.item if isinstance(s, remote) else s for s in step.takes]

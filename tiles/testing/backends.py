@@ -79,7 +79,7 @@ def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
     kernel = _alike(kernel, types, arch)
     known = _looked_at.setdefault(kernel, set())
     if (types, arch) not in known:
-        lowered = Lowered(kernel, types, arch, lines=True)
+        lowered = Lowered(kernel, types, arch)
         text = program(kernel, types, arch, lowered)
         asked = text.local or any(at.opcode.startswith(("wgmma", "setmaxnreg")) for at in text.code)
         if asked or pressure(text) >= REGISTERS:
@@ -162,7 +162,7 @@ def to_torch(x: np.ndarray):
     """A copy on the card."""
     import torch
 
-    x = np.ascontiguousarray(x)
+    x = np.array(x, order="C")  # not ascontiguousarray, which makes an axis where there is none
     bits, name = AS_BITS.get(x.dtype, (x.dtype, ""))
     there = torch.from_numpy(x.view(bits)).cuda()
     return there.view(getattr(torch, name)) if name else there
@@ -181,7 +181,7 @@ def to_numpy(x) -> np.ndarray:
 def _called_with_torch(function, args, named):
     """function(*args, **named) with torch's arrays on the card; what it wrote and what it returned comes back."""
     try:
-        import torch
+        from torch import Tensor
     except ImportError:
         raise unittest.SkipTest("needs torch: on a GPU a function gets torch's arrays") from None
     keys = [*range(len(args)), *named]
@@ -191,6 +191,12 @@ def _called_with_torch(function, args, named):
     for key, array in mine.items():
         if isinstance(array, np.ndarray) and array.flags.writeable:
             array[...] = to_numpy(theirs[key])
-    if isinstance(returned, tuple):
-        return tuple(to_numpy(r) if isinstance(r, torch.Tensor) else r for r in returned)
-    return to_numpy(returned) if isinstance(returned, torch.Tensor) else returned
+
+    def brought(x):
+        """torch's arrays as NumPy's, also those in tuples and lists."""
+        if isinstance(x, tuple | list):
+            found = map(brought, x)
+            return list(found) if isinstance(x, list) else tuple(found)
+        return to_numpy(x) if isinstance(x, Tensor) else x
+
+    return brought(returned)

@@ -8,12 +8,14 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import numpy_view
-from ..dtypes import bf16, dtype, dtype_of, fp16, fp32
+from ..dtypes import bf16, dtype, dtype_of, fp8e4m3, fp8e5m2, fp16, fp32
 from ..frameworks import describe
 
-EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7}  # from 1 to the next number
+EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7, fp8e4m3: 2.0**-3, fp8e5m2: 2.0**-2}  # from 1 to the next number
 END = {fp32: 2.0**128 * (1 - 2.0**-25), fp16: 65520.0, bf16: 2.0**128 * (1 - 2.0**-9)}  # from here on: inf
+GREATEST = {fp8e4m3: 448.0, fp8e5m2: 57344.0}  # what all beyond it becomes, inf too
 TINY = {fp32: 2.0**-126, fp16: 2.0**-24, bf16: 2.0**-126}  # an error below this is none (fp32 units flush to 0)
+LEAST = {fp8e4m3: 2.0**-9, fp8e5m2: 2.0**-16}  # of fp8 the units of the smallest numbers
 
 
 def host(x: Any) -> np.ndarray:
@@ -28,12 +30,16 @@ def tolerance(ref: Any, low: Any, dtype: Any, *, factor: float = 2) -> float:
     """factor * max|low - ref| + u * max|ref|, u being the unit roundoff of dtype: half the gap after 1.
 
     FlashAttention's rule (factor 2; 3 for gradients) with one rounding of the greatest element as its floor. Elements
-    where ref is infinite do not count. Raises ValueError if ref or low has a NaN.
+    where ref is infinite do not count. Raises ValueError if ref or low has a NaN, or low is infinite where ref is not.
     """
     ref, low = (host(x).astype(np.float64) for x in (ref, low))
     if np.isnan(ref).any() or np.isnan(low).any():
         raise ValueError(f"NaN in {np.isnan(ref).sum()} elements of ref and {np.isnan(low).sum()} of low")
     finite = np.isfinite(ref)
+    if np.isinf(low[finite]).any():
+        raise ValueError(
+            f"low is infinite in {np.isinf(low[finite]).sum()} elements where ref is finite: everything would pass"
+        )
     roundoff = float(ml_dtypes.finfo(dtype).eps) / 2
     error = np.abs(low[finite] - ref[finite]).max(initial=0)
     return float(factor * error + roundoff * np.abs(ref[finite]).max(initial=0))
@@ -66,17 +72,22 @@ def wide(array: Any) -> np.ndarray:
 
 def close(got: Any, want: Any, ulp: Any = 0.0, atol: Any = 0.0, dtype: dtype | None = None) -> None:
     """Assert |got - want| <= ulp units in the last place of got's dtype (or `dtype`) + atol, each a number or an array of them;
-    inf and NaN where `want`, in float64, has them or is too large. With neither ulp nor atol they must be equal.
+    inf and NaN where `want`, in float64, has them or is too large (of fp8: the greatest number where it is too large). With
+    neither ulp nor atol they must be equal.
 
     The AssertionError counts the elements that are off and prints the first."""
     dtype = dtype or dtype_of(got)
     got, want = wide(got), np.broadcast_to(wide(want), np.shape(got))
-    want = np.where(np.abs(want) >= END[dtype], np.copysign(np.inf, want), want)
+    if dtype in GREATEST:
+        want = np.clip(want, -GREATEST[dtype], GREATEST[dtype])
+    else:
+        want = np.where(np.abs(want) >= END[dtype], np.copysign(np.inf, want), want)
     finite = np.isfinite(want)
     same = np.where(np.isnan(want), np.isnan(got), got == want)
     assert same[~finite].all(), _worst(got, want, ~finite & ~same)
     unit = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 2.0**-149), where=finite, out=np.zeros(want.shape)))) * EPS[dtype]
-    allowed = ulp * np.maximum(unit, TINY[dtype] * EPS[dtype]) + atol + (TINY[dtype] if np.any(ulp) else 0)
+    least, none = (LEAST[dtype], 0.0) if dtype in LEAST else (TINY[dtype] * EPS[dtype], TINY[dtype])
+    allowed = ulp * np.maximum(unit, least) + atol + (none if np.any(ulp) else 0)
     wrong = finite & ~(np.abs(got - np.where(finite, want, 0)) <= allowed)
     assert not wrong.any(), _worst(got, want, wrong)
 

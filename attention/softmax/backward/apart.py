@@ -101,6 +101,7 @@ def make(config: Config):
         q.release(j)
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # asked anew, for registers' sake
         at = brought.by_keys(bias, j, at, warpgroup.id())
+        brought.give_back(bias, j)
         s, bend = variant.bent(s, at, mine)
         if BENDS:
             bend = INPUT(bend)  # for registers' sake

@@ -68,7 +68,6 @@ def make(config: Config):
     def weighed(j, s, cut, rings, me, at, key, scale):
         """The weights of tile j, whose scores are s."""
         q, do, ds, dq, sums, bias = rings
-        at = brought.by_keys(bias, j, at, me)
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
         s, _ = variant.bent(turned(s), at, key)
         return tiling.weights(s, lse, cut, at, key, scale)

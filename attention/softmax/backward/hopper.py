@@ -42,7 +42,7 @@ class Config(ways.Config):
 
 SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
     64: {"kv": 128, "queries": 128},
-    128: {"kv": 128, "queries": 64, "rounded": True, "exact": True},
+    128: {"kv": 128, "queries": 64, "rounded": True, "exact": True, "places": 2},
     256: {"kv": 64, "queries": 64, "do_stages": 1, "ds_stages": 1},
 }
 
@@ -131,6 +131,10 @@ def make(config: Config):
         if me % SHARE == 0:
             warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
             ds.publish(j)
+        if FENCED:
+            brought.free(bias, j)
+        else:
+            brought.give_back(bias, j)
         if j > 0:
             dq.publish(PARTS * (j - 1) + LAST + me, FENCED)  # so late because a fence waits for all stores: here for dS anyway
         sums.release(j, None, FENCED)

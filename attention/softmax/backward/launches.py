@@ -22,7 +22,7 @@ from . import ampere, apart, finish, folded, hopper, prepare, sinks, slopes, wid
 from .again import Added
 from .learned import Learned
 from .lists import listed
-from .order import SHARING, Turns
+from .order import UNORDERED, Ordered, Turns, Unordered
 from .results import Written
 
 FEW = {64: 1024, 128: 1024}  # by head_dim: up to how many keys those store dQ's parts first that have the last ones
@@ -120,7 +120,7 @@ def planned(
         blocks=blocks,
         heads=kv_heads,
         pairs=batch * kv_heads,
-        band=band_of(made.variant.rising, ordered, gpu.processors, kv_len if plain else math.inf),
+        band=band_of(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
         group=group,
         scale=made.unit * LOG2_E,
         unit=scale,
@@ -165,10 +165,11 @@ def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: 
     return each_sees and (ordered or (variant.rising and keys <= few))
 
 
-def band_of(rising: bool, ordered: bool, processors: int, keys: float = math.inf) -> int:
+def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
     """How many pairs of key head and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
     to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
-    sharing = CLOSE if keys <= SHORT and not ordered else SHARING
+    ordered = isinstance(order, Ordered)
+    sharing = CLOSE if keys <= SHORT and not ordered else order.sharing
     return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
 
 
@@ -207,7 +208,7 @@ def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
                 blocks=length,
                 heads=its_heads,
                 pairs=batch * its_heads,
-                band=band_of(made.variant.rising, False, gpu.processors),
+                band=band_of(made.variant.rising, UNORDERED, gpu.processors),
                 group=heads // kv_heads,
                 scale=made.unit * LOG2_E,
                 unit=scale,

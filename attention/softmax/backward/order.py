@@ -9,11 +9,14 @@ from tiles import inlined, static
 from tiles.arguments import TURNS
 
 SHARING = 6  # multiprocessors that work on one pair at a time, where later queries see more keys: see launches.band_of
+GROUP = 3  # the same of a snake, and blocks of keys of one of its groups
 
 
 @static
 class Unordered:
     """As they come: dQ's last bits differ from call to call."""
+
+    sharing = SHARING
 
     def __str__(self):
         return ""
@@ -173,11 +176,11 @@ class Ordered(Turns):
 
 @static
 class Snaking(Ordered):
-    """The same where later queries see more keys, and all see the first: in groups of SHARING blocks, in turns from the group's
+    """The same where later queries see more keys, and all see the first: in groups of GROUP blocks, in turns from the group's
     last keys to its first and from its first to its last.
 
-        keys of a block     0  1  2  3  4  5 |  6  7  8  9 10 11 | 12 13 ..
-        it begins, adds     5  4  3  2  1  0 |  6  7  8  9 10 11 | 17 16 ..
+        keys of a block     0  1  2 |  3  4  5 |  6  7 ..
+        it begins, adds     2  1  0 |  3  4  5 |  8  7 ..
 
     So many begin at once, of a pair. All take their queries from the last to the first, so each must begin behind the one
     before it by the time that adding takes, and waits for that if they begin together. From the first keys to the last each is
@@ -188,6 +191,8 @@ class Snaking(Ordered):
     Thread blocks begin in the order in which they add, so each waits for those alone that have begun before it, as in Ordered:
     no deadlock. Which block adds as which depends on the block's number, and on nothing else: the same bits for any heads."""
 
+    sharing = GROUP
+
     def __str__(self):
         return " snaking" + " stores" * self.stores
 
@@ -195,17 +200,17 @@ class Snaking(Ordered):
     def place(self, tiling, number, blocks, pairs, band):
         """See Unordered."""
         block, pair = tiling.place(number, blocks, pairs, band)
-        if block % (2 * SHARING) < SHARING:
-            first = block - block % SHARING
-            block = first + min(first + SHARING, blocks) - 1 - block
+        if block % (2 * GROUP) < GROUP:
+            first = block - block % GROUP
+            block = first + min(first + GROUP, blocks) - 1 - block
         return int32(block), pair
 
     @inlined
     def behind(self, tiling, block, tile, at, group):
         """See Unordered: of a group from its last keys on, those that come after this block and that the tile sees, too."""
-        if block % (2 * SHARING) < SHARING:
-            first = block - block % SHARING
-            return int32(first + min(first + SHARING, tiling.end(tile, at)) - 1 - block)
+        if block % (2 * GROUP) < GROUP:
+            first = block - block % GROUP
+            return int32(first + min(first + GROUP, tiling.end(tile, at)) - 1 - block)
         else:
             return int32(block)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, grid, lane_sum, load, row_index, store, truncate, where, zeros
+from ops import divmod, finish_sum, grid, lane_sum, load, load_unordered, row_index, store, truncate, where, zeros
 from tiles import dtype, fp32, rt
 from tiles.arguments import INT, Record, array, record
 from tiles.cp_async import PIECES
@@ -105,12 +105,12 @@ def make(config: Config):
         row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
         if sequences.packed:
             gO, gDO = truncate(gO, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
+        lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
             at = own.batch, own.query + row, head, col
-            delta = delta + lane_sum(load(gO, PART, at, 1, 3, ALIGNED) * load(gDO, PART, at, 1, 3, ALIGNED))
+            delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         store(gSums, finish_sum(delta), (own.batch, head, int32(to + ROWS)))
-        lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
         there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
         store(gSums, where(there, lse, NEVER), (own.batch, head, to))
         if warp == 0:

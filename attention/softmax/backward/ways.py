@@ -20,13 +20,14 @@ READERS = CONSUMERS * warpgroup.WARPGROUP  # warps of the consumers
 
 @dataclass(frozen=True)
 class Config(ByKeys):
-    """What such kernels' shapes have in common: stages of the rings of Q, of dO, of dS and of dQ's parts. rounded: dS is made
-    of weights as rounded for dV, which takes fewer registers."""
+    """What such kernels' shapes have in common: stages of the rings of Q, of dO, of dS, of dQ's parts, and `places` of what is
+    brought beside them. rounded: dS is made of weights as rounded for dV, which takes fewer registers."""
 
     stages: int = 2
     do_stages: int = 2
     ds_stages: int = 2
     dq_stages: int = 2
+    places: int = 1
     rounded: bool = False
     early = True
 
@@ -69,7 +70,7 @@ def memory(config: Config):
         ds=ring(st(config.rows, config.kv, config.dtype), config.ds_stages, READERS, READERS // config.share),
         dq=ring(config.parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
         sums=ring(config.of_rows, config.stages, READERS),
-        **config.brought.rings(1, READERS),
+        **config.brought.rings(config.places, READERS),
     )
 
 

@@ -380,6 +380,9 @@ REFUSED = {
     "lengths: ": dict(lengths=lambda x: x[:2]),
     "k: must be writable": dict(k=lambda x: np.frombuffer(x.tobytes(), BF16).reshape(x.shape)),
     "cos: must have half as many columns as are rotated, 16 at most": dict(rotary=lambda x: (np.ones((9, 17), F32),) * 2),
+    r"cos: must have half .*of tables that say each twice, as transformers' do, cos\[:, :16\]\)": dict(
+        rotary=lambda x: (np.ones((9, 32), F32),) * 2
+    ),
     "rotary: must be a pair": dict(rotary=lambda x: np.ones((9, 16))),
     "q: is rotated, and takes rotary": dict(q=lambda x: np.ones((3, 2, 2, 32), BF16)),
     "out: takes q": dict(out=lambda x: np.ones((3, 2, 2, 32), BF16)),

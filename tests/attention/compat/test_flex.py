@@ -1,8 +1,10 @@
 """attention/compat/flex.py and captured.py against torch's formula, softmax(score_mod(q k^T)) v where mask_mod."""
 
+import functools
 import gc
 import importlib.util
 import math
+import sys
 import types
 import weakref
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from eager import arguments, attend
 
-from attention.compat import captured, flex
+from attention.compat import captured, flex, rewritten
 from attention.compat.flex import WHOLE, flex_attention, listed
 from attention.softmax.ready import BlockLists
 
@@ -152,13 +154,126 @@ def test_blocks_that_are_listed_once(size):
 def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):
     torch, table = types.ModuleType("torch"), SLOPES
     torch.tanh = None
-    monkeypatch.setattr(captured, "_ops", lambda: SimpleNamespace(tanh=np.tanh))
+    monkeypatch.setattr(rewritten, "_ops", lambda: SimpleNamespace(tanh=np.tanh))
     close(
         [flex_attention(*qkv, lambda s, b, h, i, j: 2 * torch.tanh(s / 2))],
         [attend(*qkv, change=lambda s: 2 * np.tanh(s / 2))[0]],
     )
     with pytest.raises(NotImplementedError, match="score: calls torch.erf, which ops has not"):
         flex_attention(*qkv, lambda s, b, h, i, j: torch.erf(s))
+
+
+class Layer:
+    """Functions of the caller's whose arrays and numbers are attributes."""
+
+    def __init__(self, reach=2):
+        self.inner, self.reach = SimpleNamespace(docs=np.arange(COLS) // 4), reach
+
+    def near(self, b, h, i, j):
+        return (j - i <= self.reach) & (self.inner.docs[i] == self.inner.docs[j])
+
+    def forward(self, s, b, h, i, j):
+        return s * self.reach + self.inner.docs[j]
+
+
+def alike(docs, b, h, i, j):
+    return docs[i] == docs[j]
+
+
+def calling(limit=LIMIT, docs=THIRDS):
+    """Of a function that calls another, each of which captures; of an array of one number."""
+    inner = lambda b, h, i, j: docs[i] == docs[j]
+    return lambda b, h, i, j: inner(b, h, i, j) | (j <= limit)
+
+
+def joined(symbol, *mask_mods):
+    """What torch's functions give, without torch."""
+    made = lambda b, h, i, j: mask_mods
+    made.__module__, made.__qualname__ = "torch.nn.attention.flex_attention", f"{symbol}_masks.<locals>.{symbol}_mask"
+    return made
+
+
+CLOSE = lambda reach: lambda b, h, i, j: j - i <= reach
+SERVED = {
+    "a bound method": (Layer().near, (J - I <= 2) & (I // 4 == J // 4)),
+    "a partial": (functools.partial(alike, THIRDS), I % 3 == J % 3),
+    "a partial by name": (functools.partial(lambda b, h, i, j, *, docs: docs[i] > docs[j], docs=THIRDS), I % 3 > J % 3),
+    "one that calls": (calling(), (I % 3 == J % 3) | (J <= 3)),
+    "both of two": (joined("and", CLOSE(1), calling()), (J - I <= 1) & ((I % 3 == J % 3) | (J <= 3))),
+    "one of three": (
+        joined("or", CLOSE(-2), joined("and", CLOSE(3), calling()), functools.partial(alike, THIRDS)),
+        (J - I <= -2) | ((J - I <= 3) & ((I % 3 == J % 3) | (J <= 3))) | (I % 3 == J % 3),
+    ),
+    "methods": (lambda b, h, i, j: ((i - j).abs() < 3) & (j.clamp(2, max=4) >= i.clamp(min=3)),
+                (abs(I - J) < 3) & (np.clip(J, 2, 4) >= np.clip(I, 3, None))),
+    "functions": (lambda b, h, i, j: TORCH.logical_and(TORCH.div(i, 2, rounding_mode="floor") == j // 2, TORCH.ge(j, 1)),
+                  (I // 2 == J // 2) & (J >= 1)),
+}  # fmt: skip
+TORCH = types.ModuleType("torch")
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_what_is_written_anew(case, calls, qkv):
+    """Each is asked twice, and written once."""
+    mask, see = SERVED[case]
+    for _ in range(2):
+        close([flex_attention(*qkv, block_mask=block_mask(mask))], [attend(*qkv, see=np.broadcast_to(see, (ROWS, COLS)))[0]])
+    assert calls[0]["mask"] is calls[1]["mask"]
+
+
+def test_attributes_and_powers_in_a_score(calls, qkv):
+    """A module of torch's is asked for its `forward`; a number that changes is another function."""
+    layer = Layer(reach=2)
+    for layer.reach in 2, 3:
+        expected = attend(*qkv, change=lambda s: s * layer.reach + J // 4)[0]
+        close([flex_attention(*qkv, layer.forward)], [expected])
+        close([flex_attention(*qkv, SimpleNamespace(forward=layer.forward))], [expected])
+    close([flex_attention(*qkv, lambda s, b, h, i, j: s**3 + j)], [attend(*qkv, change=lambda s: s * s * s + J)[0]])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no columns")
+def test_two_of_one_line(calls, qkv):
+    for mask, table in [(lambda b, h, i, j: THIRDS[j] <= i, J % 3 <= I), (lambda b, h, i, j: THIRDS[j] > i, J % 3 > I)]:
+        close([flex_attention(*qkv, block_mask=block_mask(mask))], [attend(*qkv, see=table)[0]])
+
+
+def test_an_array_that_two_functions_read_is_one_argument(calls, qkv):
+    flex_attention(*qkv, lambda s, b, h, i, j: s + THIRDS[j], block_mask(lambda b, h, i, j: THIRDS[j] <= i))
+    assert len(calls[0]["aux"]) == 1
+
+
+def test_in_kernels():
+    """What is written is kernel code: with functions that it calls, and arrays of one number."""
+    q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 16)).astype(np.float16) for n in (ROWS, COLS, COLS))
+    for mask, see in SERVED.values():
+        found = flex_attention(q, k, v, block_mask=block_mask(mask))
+        np.testing.assert_allclose(found, attend(q, k, v, see=np.broadcast_to(see, (ROWS, COLS)))[0], atol=4e-3)
+
+
+def test_compiled():
+    """torch.compile(flex_attention), which has seen none of these: one graph, that is taken again for another array, and made
+    anew for another number."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+    q, k, v = (torch.from_numpy(np.random.default_rng(0).standard_normal((1, 2, 16, 16))).bfloat16() for _ in range(3))
+    reach, docs, slopes = 3, torch.arange(16) // 5, torch.tensor([0.5, 0.25])
+
+    def near(b, h, i, j):
+        return (i - j).abs() <= reach
+
+    def score(s, b, h, i, j):
+        return 4 * torch.tanh(s / 4) + slopes[h] * j
+
+    compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    i, j = torch.arange(16)[:, None], torch.arange(16)
+    for reach, slopes in [(3, slopes), (3, 2 * slopes), (5, slopes)]:  # noqa: B020
+        mask = create_block_mask(and_masks(near, lambda b, h, i, j: docs[i] == docs[j]), None, None, 16, 16, device="cpu")
+        found = compiled(q, k, v, score, mask)
+        s = 4 * torch.tanh(q.double() @ k.double().mT / 16) + slopes[:, None, None] * j
+        see = ((i - j).abs() <= reach) & (docs[i] == docs[j])
+        expected = torch.where(see, s, -torch.inf).softmax(-1) @ v.double()
+        torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.02)
 
 
 def test_what_torch_passes_for_nothing(calls, qkv):
@@ -168,26 +283,14 @@ def test_what_torch_passes_for_nothing(calls, qkv):
     close([flex_attention(*qkv, identity, block_mask(noop))], [attend(*qkv)[0]])
 
 
-def joined():
-    mask = lambda b, h, i, j: j <= i
-    mask.__module__, mask.__qualname__ = "torch.nn.attention.flex_attention", "and_masks.<locals>.and_mask"
-    return mask
-
-
-def calling(docs=SLOPES):
-    inner = lambda b, h, i, j: docs[i] == docs[j]
-    return lambda b, h, i, j: inner(b, h, i, j) & (j <= i)
-
-
-def of_one_number(limit=LIMIT):
-    return lambda b, h, i, j: j <= limit
+def of_torch():
+    torch = types.ModuleType("torch")
+    return lambda b, h, i, j: torch.sin(i) < j
 
 
 REFUSED = {
-    "two at once": (joined(), "block_mask: .* write what and_masks joins as one function"),
-    "one that calls": (calling(), "mask: calls inner, which captures arrays; write both as one function"),
     "no function": (math.prod, "mask: is not served; pass a function"),
-    "an array of one number": (of_one_number(), "mask: captures limit, an array of one number; capture limit.item()"),
+    "what ops has not": (of_torch(), "mask: calls torch.sin, which ops has not"),
     "no source": (
         eval("lambda b, h, i, j: SLOPES[b] > 0"),
         "mask: captures arrays or calls torch, and its source was not found",

@@ -12,6 +12,8 @@ from places import OnInterpreter
 
 import attention
 from attention.softmax.backward import apart, folded, order
+from attention.softmax.backward.launches import band_of
+from attention.softmax.backward.order import Ordered
 from attention.softmax.seen import CAUSAL
 from attention.softmax.variants import At
 from ops import grid
@@ -61,7 +63,7 @@ def test_blocks_add_in_order_of_those_that_lists_name(family, monkeypatch):
         agree(OnInterpreter(), q, k, v, family, deterministic=True, mask=lambda b, h, i, j: (i > 5) | (j < n))
 
 
-@pytest.mark.parametrize("lengths", [(0, 1), (1, 700), (300, 2000), (2000, 300), (1900, 1900)], ids=str)
+@pytest.mark.parametrize("lengths", [(0, 1), (1, 700), (300, 2000), (2000, 300), (1700, 1700)], ids=str)
 @pytest.mark.parametrize(("module", "head_dim"), [(apart, 64), (folded, 128)], ids=["64", "128"])
 def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
     """Of every tile of queries the blocks of keys that see it have the places 0, 1, .. in the order in which they begin, and
@@ -76,8 +78,8 @@ def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
         for tile in range(every.first, every.first + every.n):
             assert order.behind(tiling, block, tile, at, 1) == added[pair, tile]
             added[pair, tile] += 1
-    if blocks == 15:
-        assert [block for block, pair in begin if pair == 2] == [*range(5, -1, -1), *range(6, 12), 14, 13, 12]
+    if blocks == 14:
+        assert [block for block, pair in begin if pair == 2] == [2, 1, 0, 3, 4, 5, 8, 7, 6, 9, 10, 11, 13, 12]
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 700), (300, 900), (700, 700)], ids=str)
@@ -99,10 +101,22 @@ def test_who_stores_heads_the_others(module, head_dim, lengths):
     assert len(stored) == 3 * -(-queries // config.rows)
 
 
+def test_pairs_at_once():
+    """As many as leave each pair the thread blocks that should begin together: a snake's, a group."""
+    snake, heading, plain = (
+        folded.config_for(128, bf16, CAUSAL, ordered=ordered, stores=stores).order
+        for ordered, stores in [(True, True), (False, True), (False, False)]
+    )
+    row = Ordered(1, True)
+    assert [band_of(True, order, 132) for order in (snake, row, heading, plain)] == [44, 22, 22, 22]
+    assert [band_of(True, order, 132, 2048) for order in (snake, row, heading, plain)] == [44, 22, 16, 16]
+    assert [band_of(False, order, 132, 2048) for order in (row, plain)] == [8, 1] and band_of(True, snake, 2) == 1
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_snake_in_the_interpreter(head_dim, monkeypatch):
     """Groups of two: from the last keys on, from the first on, and one that is not whole."""
-    monkeypatch.setattr(order, "SHARING", 2)
+    monkeypatch.setattr(order, "GROUP", 2)
     q_k_v, forwards = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters
     agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
     monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])

@@ -9,7 +9,8 @@ from places import BF16, OnCard, OnInterpreter
 
 import attention
 from attention import reference
-from attention.softmax import eight_bits
+from attention.softmax import eight_bits, forward
+from tiles.frameworks import describe
 
 E4M3, FP16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
 UNITS = "q_descale", "k_descale", "v_descale"
@@ -191,6 +192,91 @@ def test_maxima_that_grow(place):
     """All the time, so that O is rescaled."""
     q, k, v = inputs(1, 40, 700, 1, 1, 128)
     agree(place, q, (k.astype(np.float32) * np.linspace(2, 0.1, 700)[None, :, None, None]).astype(E4M3), v)
+
+
+@pytest.fixture
+def turned_before(monkeypatch):
+    """V is turned by a kernel before, wherever there is one for it."""
+    monkeypatch.setattr(eight_bits, "pays_to_turn", lambda padded, *_: padded in eight_bits.TURNED)
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "seq_kv", "head_dim", "causal"),
+    [(1, 1, 128, False), (2, 127, 128, True), (193, 257, 128, True), (70, 515, 128, False), (200, 390, 96, True)],
+)
+def test_values_turned_before(turned_before, seq_q, seq_kv, head_dim, causal):
+    """Around the edges of tiles, and of what the kernel before makes: keys by 128, columns as they are."""
+    agree(OnInterpreter(), *inputs(2, seq_q, seq_kv, 4, 2, head_dim), causal=causal, **units(2, 2))
+
+
+def test_values_turned_before_on_either(turned_before, place):
+    agree(place, *inputs(2, 211, 531, 2, 1, 128), causal=True, **units(2, 1))
+    agree(place, *inputs(1, 65, 301, 1, 1, 128), v_descale=0.5)
+
+
+def test_values_turned_before_with_a_mean(turned_before, place):
+    keys = 601 if isinstance(place, OnInterpreter) else 20_001
+    q, k, v = inputs(1, 41, keys, 1, 1, 128)
+    agree(place, q, k, (v.astype(np.float32) + 1).astype(E4M3))
+
+
+def test_values_turned_before_as_compiled(turned_before, as_compiled):
+    as_compiled("sm_90a")
+    agree(OnInterpreter(), *inputs(1, 6, 140, 1, 1, 128), causal=True, **units(1, 1))
+
+
+def test_what_lies_behind_the_last_key_is_not_turned(turned_before):
+    """V is a part of a longer array, whose next rows are NaN."""
+    q, k, v = inputs(1, 70, 150, 1, 1, 128)
+    longer = np.full((1, 160, 1, 128), np.nan, E4M3)
+    longer[:, :150] = v
+    agree(OnInterpreter(), q, k, longer[:, :150])
+
+
+def test_variants_have_their_values_turned_by_the_producer(turned_before):
+    """Windows begin anywhere, packed sequences, too; a kernel before would turn more than they need."""
+    q, k, v = inputs(1, 141, 141, 1, 1, 128)
+    agree(OnInterpreter(), q, k, v, window=(20, 0))
+    agree(OnInterpreter(), q, k, v, cu_seqlens=np.int32([0, 40, 141]))
+    agree(OnInterpreter(), q, k, v, **block_units(q, k, v))
+
+
+@pytest.mark.gpu
+def test_values_turned_before_on_the_card(card):
+    """Where nobody asks for it: many queries read them."""
+    assert eight_bits.pays_to_turn(128, 2100, 12, 4, 132)
+    agree(card, *inputs(1, 2100, 700, 12, 3, 128), **units(1, 3))
+    agree(card, *inputs(1, 2100, 2300, 12, 3, 128), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("problem", "pays"),
+    [
+        ((128, 16384, 16, 1, 132), True),
+        ((128, 2048, 128, 1, 132), True),
+        ((128, 1536, 132, 1, 132), False),  # each number is read by too few queries
+        ((128, 576, 256, 4, 132), True),  # ... unless heads share it
+        ((128, 2048, 16, 1, 132), False),  # 192 rows a tile are two rounds of 192, as 128 are two of 128
+        ((64, 16384, 32, 1, 132), False),
+        ((256, 16384, 8, 1, 132), False),
+    ],
+)
+def test_when_it_pays_to_turn_values_before(problem, pays):
+    assert eight_bits.pays_to_turn(*problem) is pays
+
+
+def test_what_turns_values_is_launched_before():
+    """By lengths alone: two launches where there was one."""
+
+    def steps(queries, keys=130, heads=2):
+        shapes = {"q": (1, queries, heads, 128), "k": (1, keys, 1, 128), "v": (1, keys, 1, 128)}
+        given = {name: describe(np.zeros(shape, E4M3), name).form for name, shape in shapes.items()}
+        options = (False, None, None, None, None, None, None, None, None, 1.0, 1.0, 1.0, None, False, None)
+        _, plan, _ = forward._of_fp8.steps(given, None, options, "bshd")
+        return [step.launch.title for step in plan.steps]
+
+    assert steps(576) == ["attend_fp8"]
+    assert steps(3000) == ["turn", "attend_fp8"]
 
 
 def test_weights_that_are_small_each_and_together_count():

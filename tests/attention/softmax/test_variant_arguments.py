@@ -2,6 +2,9 @@
 
 import functools
 import importlib
+import math
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ f16, f32 = np.float16, np.float32
 zeros = lambda *shape, dtype=f32: np.zeros(shape, dtype)
 ends = lambda *at: np.array(at, np.int32)
 AROUND = np.arange(ROWS)
+HOLDER = SimpleNamespace(inner=SimpleNamespace(at=AROUND))
 sees = lambda b, h, i, j, at: at[j] <= i
 
 
@@ -40,16 +44,20 @@ INVALID = [
     (dict(mask=lambda b, h, i, j: i < 3 and j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth"),
     (dict(mask=lambda b, h, i, j: 0 <= i - j < 3), T, "mask: mask(b, h, i, j) fails on NumPy arrays: ValueError: The truth "
      "value of an array with more than one element is ambiguous. Use a.any() or a.all(); it has no `if`, `and`, `or`, `not"),
+    (dict(score=lambda s, b, h, i, j: (s, j)), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: it gives a t"),
+    (dict(mask=lambda b, h, i, j: None), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: it gives nothing"),
     (dict(mask=lambda b, h, i, j: (i < 3)[0, 0, 0]), T, "mask: mask(b, h, i, j) fails on NumPy arrays: IndexError: "),
     # how they are called
     (dict(mask=lambda b, h, i: b), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 3 positional"),
     (dict(score=lambda b, h, i, j: j), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 4"),
     (dict(mask=sees), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() missing 1 required"),
     (dict(mask=sees, aux=(AROUND, AROUND)), T, "mask: mask(b, h, i, j, aux0, aux1) fails on NumPy arrays: TypeError: <lambda>"),
+    (dict(mask=lambda b, h, i, j: HOLDER.inner.at[i] == j), T, "mask: reads the array HOLDER.inner.at from around it: pass it"),
     (dict(mask=lambda b, h, i, j: AROUND[i] == j), T, "mask: reads the array AROUND from around it: pass it in aux, and take"),
     # what they call
     (dict(mask=lambda b, h, i, j: np.where(i < 3, j < 2, j <= i)), T, "mask: calls np.where, which kernels have not; use "),
     (dict(score=lambda s, b, h, i, j: minimum(s, 0.0) + j), T, "score: calls minimum, which kernels have not; use ops.minimum"),
+    (dict(score=lambda s, b, h, i, j: math.exp(s)), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: only"),
     (dict(mask=lambda b, h, i, j: np.linalg.norm(i - j) < 3), T, "mask: calls np.linalg.norm, which kernels have not; "),
     # what they are
     (dict(mask=functools.partial(sees, at=AROUND)), T, "mask: must be a Python function, such as lambda b, h, i, j: j <= i: m"),
@@ -153,6 +161,35 @@ def test_functions_that_read_the_same_go_by_one_name():
     """Written twice, or with numbers of their own."""
     made = lambda reach: lambda b, h, i, j: j <= i + reach
     assert named("mask", made(3)) == named("mask", made(3)) != named("mask", made(4))
+
+
+def test_functions_of_objects_that_cannot_be_told_apart():
+    """They have a name each, though the memory of one that is gone is another's: no layer gets another layer's mask."""
+    for n in range(200):
+        layer = SimpleNamespace(reach=n, lock=threading.Lock())
+        mask = lambda b, h, i, j, layer=layer: j <= i + layer.reach
+        name = named("mask", mask)
+        assert python.known(name) is mask
+    q, k, v = inputs(1, 5, 9, 1, 1, 16)
+    for reach in 0, 3:
+        layer = SimpleNamespace(reach=reach, lock=threading.Lock())
+        wanted = attention.forward(q, k, v, window=(None, reach))
+        assert (attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + 4 + layer.reach) == wanted).all()
+
+
+def test_names_of_one_call_are_forgotten_in_time(monkeypatch):
+    python._PASSING.clear()
+    monkeypatch.setattr(python, "REMEMBERED", 2)
+    made = lambda layer: lambda b, h, i, j: j <= i + layer.reach
+    first, *others = [named("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
+    assert all(callable(python.known(name)) for name in others)
+    with pytest.raises(ValueError, match="this process knows no function by that name"):
+        python.known(first)
+
+
+def test_the_cure_for_functions_of_math():
+    with pytest.raises(TypeError, match=r"the functions of math take numbers: use those of ops, exp, log, sqrt, tanh"):
+        call(score=lambda s, b, h, i, j: math.exp(s))
 
 
 def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):

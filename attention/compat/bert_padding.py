@@ -1,0 +1,38 @@
+"""flash_attn.bert_padding: `from attention.compat.bert_padding import pad_input, unpad_input`.
+
+Sequences of different lengths (batch, seqlen, ...), and the same one behind the other (total, ...), as
+flash_attn_varlen_func takes them. They are torch's own ops, differentiable, and need no kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, Any, Any, int, Any]:
+    """(tokens, indices, cu_seqlens, max_seqlen, seqused): the rows of hidden_states (batch, seqlen, ...) that attention_mask
+    (batch, seqlen) says are tokens, or that unused_mask says have room, one behind the other; where each lay in (batch *
+    seqlen); where sequences begin and end, int32; the greatest length; and how many tokens each has, without unused ones.
+    ValueError: the masks have another shape. The host waits for the device, as it does for torch.nonzero."""
+    shape = tuple(hidden_states.shape[:2])
+    for name, mask in ("attention_mask", attention_mask), ("unused_mask", unused_mask):
+        if mask is not None and tuple(mask.shape) != shape:
+            raise ValueError(f"{name}: must be (batch, seqlen) of hidden_states, {shape}: {name}.shape={tuple(mask.shape)}")
+    used = attention_mask.bool()
+    kept = used if unused_mask is None else used | unused_mask.bool()
+    indices = kept.flatten().nonzero().flatten()
+    lengths = kept.sum(-1)
+    ends = lengths.new_zeros(len(lengths) + 1).int()
+    ends[1:] = lengths.cumsum(0)
+    longest = int(lengths.max()) if len(lengths) else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, ends, longest, used.sum(-1).int()
+
+
+def pad_input(hidden_states: Any, indices: Any, batch: int, seqlen: int) -> Any:
+    """The rows (total, ...) back at indices of (batch * seqlen), as (batch, seqlen, ...), 0 where there are none."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(x: Any, indices: Any) -> Any:
+    """The rows of x at these indices."""
+    return x.index_select(0, indices)
