@@ -7,7 +7,7 @@
 A block's keys, a tile's queries and the stages of its rings are gone through. A thread of a consumer holds its columns of dK
 and dV, the scores, dP or a part of dQ, and what products take from registers; 240 there are, and the loop itself wants some. Of
 configurations that differ in their rings only, those are tried to which no stage can be added, and the one in use, which has a
-star. NOTES.md has the figures of the choice."""
+star. notes/backward.md has the figures of the choice."""
 
 import argparse
 import contextlib

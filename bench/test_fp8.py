@@ -2,7 +2,7 @@
 values, too, or `keys by block` not of those. And attention.quantize beside a copy that moves as many bytes.
 
 cuDNN's fp8 attention cannot be reached through torch, whose SDPA takes 2-byte tensors; NVIDIA's own figures for it on an H200
-are in bench/NOTES.md. B * S = 16384, H * D = 2048, (B, S, H, D) for all. See measure.py for the protocol.
+are in bench/notes/fp8.md. B * S = 16384, H * D = 2048, (B, S, H, D) for all. See measure.py for the protocol.
 `pytest bench/test_fp8.py --benchmark-json=fp8.json`.
 """
 

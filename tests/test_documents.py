@@ -25,7 +25,8 @@ from tiles.op import OPS
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
 WITH_KERNELS = [page for page in PAGES if all(word in (ROOT / page).read_text() for word in ("@cuda.jit", "tiles.launch("))]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES]
+NOTES = ["bench/NOTES.md", *sorted(f"bench/notes/{page.name}" for page in ROOT.glob("bench/notes/*.md"))]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES, *NOTES]
 EXAMPLE = ROOT / "examples" / "gemm.py"
 
 

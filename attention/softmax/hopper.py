@@ -97,8 +97,9 @@ FETCHED = LOADED | {64: three(96), 128: two(128)}  # ... whose numbers are those
 BROUGHT = {64: three(96), 96: two(128), 128: two(128), 192: two(80), 256: two(64)}  # ... of which TMA brings tiles
 SCORED = {128: three(80, stages=3)}  # something is made of scores: two consumers are at that, not one
 NARROW = {(192, 128): two(128)}  # values have fewer columns; else as if they had as many
-# What is other up to how many keys. Where tiles are short a persistent grid pays, often of another shape. bench/NOTES.md has
-# the figures. At 64, causal, a consumer passes by key blocks that none of its rows sees: the smaller they are, the more.
+# What is other up to how many keys. Where tiles are short a persistent grid pays, often of another shape.
+# bench/notes/forward.md has the figures. At 64, causal, a consumer passes by key blocks that none of its rows sees: the smaller
+# they are, the more.
 PERSISTENT = {"persistent": True}
 BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {  # of a padded head_dim, causal or not
     (64, False): {4096: PERSISTENT | {"stages": 3, "queries": 2, "sent": True}},

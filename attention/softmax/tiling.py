@@ -12,7 +12,7 @@ from tiles.lengths import follows
 
 from .variants import Variant
 
-SHARING = 6  # multiprocessors that should read one pair's keys and values at a time: 4 to 8 are as good (bench/NOTES.md)
+SHARING = 6  # multiprocessors that should read one pair's keys at a time: 4 to 8 are as good (bench/notes/forward.md)
 
 
 @follows
@@ -36,7 +36,7 @@ def band_of(grid: int, processors: int, nbytes: float, cache: int, uneven: bool)
 @follows
 def even(band: int, pairs: int, always: bool) -> int:
     """As many pairs to a band, in as many bands, so that none is shorter than the others: always, or where the last one has
-    less than a quarter of a band, whose few long tiles would leave most of the GPU idle (bench/NOTES.md)."""
+    less than a quarter of a band, whose few long tiles would leave most of the GPU idle (bench/notes/parallel.md)."""
     bands = (pairs + band - 1) // band
     last = pairs - band * (bands - 1)
     return (pairs + bands - 1) // bands if always or 4 * last < band else band

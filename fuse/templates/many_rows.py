@@ -1,13 +1,13 @@
 """Products of many rows, more than 64: the tensor cores are kept busy.
 
-A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves part
-by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of its own:
-inside this loop it would cost the products more (bench/NOTES.md). Two products of one x share a tile's columns; several that
-are results of their own lie side by side. Several maps of the same products leave together, each by a shared tile of its own;
-what they want besides is read a part ahead. Two blocks one below the other read weights once, each a half for both. A
-product of another left factor that is added, x @ w + t @ b, is a step more along k, or several: [x, t] @ [w; b]. In a batch the
-tiles of one product follow those of another. Of scores that only a softmax wants (terms.of_parts) no tile leaves: each 128
-columns of it become three numbers a row, by an online softmax.
+A persistent block computes tiles of 128 rows: two consumers of 64 rows multiply, a producer feeds them, and a tile leaves
+part by part under the first products of the next one, through the epilogue. What is done to x comes before, in a kernel of
+its own: inside this loop it would cost the products more (bench/notes/fuse_many_rows.md). Two products of one x share a
+tile's columns; several that are results of their own lie side by side. Several maps of the same products leave together, each
+by a shared tile of its own; what they want besides is read a part ahead. Two blocks one below the other read weights once,
+each a half for both. A product of another left factor that is added, x @ w + t @ b, is a step more along k, or several: [x,
+t] @ [w; b]. In a batch the tiles of one product follow those of another. Of scores that only a softmax wants (terms.of_parts)
+no tile leaves: each 128 columns of it become three numbers a row, by an online softmax.
 
 many_rows.jinja is the kernel; here stands when it serves, how it is cut, and what fills its gaps."""
 

@@ -331,7 +331,7 @@ def product_of_panels(a, b, c):
 
 
 def test_a_blocks_number_in_a_descriptor():
-    """As on the card (bench/NOTES.md): the address's upper bits are taken for a part of the distance between panels."""
+    """As on the card (bench/notes/compilers.md): the address's upper bits are taken for a part of the panels' distance."""
     a, b, c = np.ones((64, 64), bf16.np), np.ones((64, 128), bf16.np), np.zeros((128, 128), np.float32)
     emulate(product_of_panels, (2, 1, 1), 128, (a, b, c), WIDE)
     assert (c == 64).all()

@@ -21,7 +21,7 @@ from .norms import norms_of
 from .placed import placed
 
 MOST_SPLITS = 1024
-MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: bench/NOTES.md has the estimate
+MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: bench/notes/decode.md has the estimate
 HELD = """
     q               BSHD  tile
     k               CTGD  cache

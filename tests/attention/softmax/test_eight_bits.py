@@ -30,7 +30,7 @@ def units(sequences, heads, *names):
 
 
 def _cut_off(q, k, options):
-    """What Hopper's products of fp8 may be off, whose sums keep some 11 bits (bench/NOTES.md)."""
+    """What Hopper's products of fp8 may be off, whose sums keep some 11 bits (bench/notes/fp8.md)."""
     with np.errstate(invalid="ignore"):
         longest = [np.nanmax(np.linalg.norm(x.astype(np.float32), axis=-1)) for x in (q, k)]
     units = [np.max(options.get(name, 1.0)) for name in ("q_descale", "k_descale")]
