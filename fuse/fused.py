@@ -355,10 +355,11 @@ class Fused:
         """Machine code of the kernels that serve C-ordered arrays of these shapes (() is a number; a Shape has a dtype of its
         own), made ahead of time with no GPU at hand, and kept on disk: the first call on such a GPU finds it. The best way by
         the roofline is taken."""
-        for s in self._arguments(shapes):
+        every = [() if isinstance(s, (int, float)) else s for s in self._arguments(shapes)]  # of a number, as defaults are
+        for s in every:
             if not isinstance(s, tuple):
                 raise TypeError(f"{self.name}: shapes must be tuples of integers, () of a number, got {s!r}")
-        seen = self.launches([s if isinstance(s, Shape) else Shape(s, dtype) for s in shapes], card_of(arch))
+        seen = self.launches([s if isinstance(s, Shape) else Shape(s, dtype) for s in every], card_of(arch))
         found = []
         for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
             name = digest.key(kernel, types, arch)
