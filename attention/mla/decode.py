@@ -106,6 +106,10 @@ def mla_decode(
     of page pages[b, j // size]; so are rotary and descale. Any page size. Numbers of pages behind a sequence's last one are not
     read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
 
+    New latents are written by attention.append, to which the rotated columns are the keys of one head, its values the others:
+    attention.append(latent[:, :, None, 512:], latent[:, :, None, :512], rotated, latents, lengths=before, rotary=(cos, sin)).
+    So the pools of a PagedCache may be two such views of one pool of latents.
+
     causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t; else all. A token that sees
     no key gives 0.
 
