@@ -235,8 +235,8 @@ def test_nothing_of_a_run_waits_for_the_collector(collect):
     emulator.forget(body)
     del program
     assert alive() is None
-    for run in (interpret, emulate):
-        run(body, (2, 1, 1), 32, args)
+    for execute in (interpret, emulate):
+        execute(body, (2, 1, 1), 32, args)
         collect()
-        run(body, (2, 1, 1), 32, args)
+        execute(body, (2, 1, 1), 32, args)
         assert collect() < 50
