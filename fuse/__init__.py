@@ -14,6 +14,7 @@
 language.py has the functions that definitions are written with, rules.py the algebra, templates/ the kernels.
 """
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from runpy import run_path as _run_path
 
@@ -29,5 +30,7 @@ __all__ = ["Fused", "backend", "compile", "kernel", *_functions]
 
 
 def __getattr__(name: str) -> object:
+    if name == "operators":  # imported when it is first asked for
+        return _import_module("fuse.operators")
     written = f"a fused function is written with operators and {', '.join(_functions)}"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {written}")

@@ -110,6 +110,7 @@ def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
     partitioner = CapabilityBasedPartitioner(graph, Known(), allows_single_node_partition=False)
     parts = partitioner.propose_partitions()
     fused = partitioner.fuse_partitions(parts, prefix="fused_")
+    patches: dict[str, Any] = {}
     for node in list(fused.graph.nodes):
         if sources.get(node.name) is not None:
             node._dynamo_source = sources[node.name]  # the partitioner leaves it behind, and inductor asks for it
@@ -118,7 +119,10 @@ def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
             made = fused_part(str(node.target), part, known)
             if made is not None:
                 setattr(fused, node.target, _module(made))
-    return lookup_backend("inductor")(fused, list(inputs))
+                # Inductor keeps what it makes of a graph on disk, under a name of all that the graph holds: of our functions
+                # there is none, which it would say at length.
+                patches = {"config_patches": {"fx_graph_cache": False}}
+    return lookup_backend("inductor")(fused, list(inputs), **patches)
 
 
 def fused_part(name: str, part: Any, known: Targets) -> Fused | None:

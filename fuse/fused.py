@@ -28,6 +28,7 @@ from tiles.arrays import Operand, c_ordered
 from tiles.checks import Check, Values, asked
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
+from tiles.jax_call import tracing
 from tiles.launch import watchers
 from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
@@ -179,6 +180,13 @@ class Fused:
         outs = tuple([x if x is None or not lead else _as_rows(x, lead) for x in into])
         held = tuple([x.T if s.turned else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
+        if tracing(held[0]):  # by parts there is nothing of JAX's: said when it is traced, not when it runs
+            device = ordinal_of(held)
+            forms = {name: c_ordered(s.in_memory, s.dtype, device) for name, s in zip(self.names, shapes) if s.extents}
+            try:
+                program.steps(forms, device, numbers, "bshd")
+            except NoKernel as error:
+                raise NoKernel(f"{error}; under jax.jit it must be one: call it outside, or say it with jax.numpy") from None
         try:
             found = program(stream, (*held, *outs), numbers)
         except NoKernel as error:
@@ -200,9 +208,13 @@ class Fused:
         return results[0] if program.single else results
 
     def _by_parts(self, *arrays: Any) -> Any:
-        """What the definition's ops give, one by one; in float32, if they are NumPy's or of several dtypes."""
+        """What the definition's ops give, one by one; in float32, if they are NumPy's, JAX's or of several dtypes."""
         if all([isinstance(x, NUMPY) for x in arrays]):
             return self._by_definition(arrays, None)
+        if of_jax := [x for x in arrays if type(x).__module__.startswith("jax")]:  # in host memory
+            found = self._by_definition([np.asarray(x) if hasattr(x, "shape") else x for x in arrays], None)
+            put = functools.partial(sys.modules["jax"].device_put, device=of_jax[0].sharding)
+            return tuple(map(put, found)) if isinstance(found, tuple) else put(found)
         numbers = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == numbers[0].dtype for x in numbers]):
             return _in_order(self.definition(*arrays))
@@ -356,10 +368,11 @@ class Fused:
         """Compile the kernels for C-ordered arrays of these shapes ahead of time, without a GPU, and keep their machine code on
         disk: the first call on such a GPU finds it. () is a number; a Shape has a dtype of its own. The best way by the
         roofline is taken."""
-        for s in self._arguments(shapes):
+        every = [() if isinstance(s, (int, float)) else s for s in self._arguments(shapes)]  # of a number, as defaults are
+        for s in every:
             if not isinstance(s, tuple):
                 raise TypeError(f"{self.name}: shapes must be tuples of integers, () of a number, got {s!r}")
-        seen = self.launches([s if isinstance(s, Shape) else Shape(s, dtype) for s in shapes], card_of(arch))
+        seen = self.launches([s if isinstance(s, Shape) else Shape(s, dtype) for s in every], card_of(arch))
         found = []
         for kernel, types in dict.fromkeys((kernel, types) for kernel, types, *_ in seen):
             name = digest.key(kernel, types, arch)

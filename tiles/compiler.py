@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 from cuda.bindings.nvjitlink import nvJitLinkError
 from cuda.core import Linker, LinkerOptions, ObjectCode
+from llvmlite.ir.instructions import PhiInstr
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher
@@ -180,6 +181,9 @@ def _text(module):
         _texts[module] = _with_names(str(module))
         for function in module.functions:
             for block in function.blocks:
+                for instruction in block.instructions:
+                    if isinstance(instruction, PhiInstr):
+                        instruction.incomings.clear()
                 block.instructions.clear()
                 block.terminator = None
     return _texts[module]

@@ -151,6 +151,18 @@ def _named(value):
     return found is value
 
 
+def _with_bases(cls, part):
+    """A class's name, and of it and its bases what part(name, value) says of each attribute; of one whose name says it all,
+    that."""
+    parts = [cls.__qualname__]
+    for base in cls.__mro__:
+        if _named(base):
+            parts += [base.__module__, base.__qualname__]
+        else:
+            parts += [said for attribute in sorted(vars(base).items()) for said in part(*attribute)]
+    return parts
+
+
 def _foreign(op):
     """Was some part of this op's lowering written outside tiles/ and ops/?"""
     if op.rule is None:
@@ -276,16 +288,12 @@ class Digest:
     def _class(self, cls):
         """A class of the user's: its own attributes, those of its bases, and the code behind them; special methods apart,
         whose work shows in the instances."""
-        parts = [cls.__qualname__]
-        for base in cls.__mro__:
-            if _named(base):
-                parts += [base.__module__, base.__qualname__]
-                continue
-            for name, value in sorted(vars(base).items()):
-                if not name.startswith("__"):
-                    value = getattr(value, "fget", getattr(value, "func", getattr(value, "__func__", value)))
-                    parts += [name, self(value, False)]
-        return parts
+
+        def part(name, value):
+            value = getattr(value, "fget", getattr(value, "func", getattr(value, "__func__", value)))
+            return () if name.startswith("__") else (name, self(value, False))
+
+        return _with_bases(cls, part)
 
     def _static(self, value):
         """A static object: what kernels see of it, and not what its other methods do on the host."""
@@ -296,18 +304,16 @@ class Digest:
 
     def _kernel_class(self, cls):
         """The class of a static object or a named tuple: its @inlined methods, those of its bases too, and its other values."""
-        parts = [cls.__qualname__]
-        for base in cls.__mro__:
-            if _named(base):
-                parts += [base.__module__, base.__qualname__]
-                continue
-            for name, value in sorted(vars(base).items()):
-                value = None if name in getattr(cls, "_fields", ()) else getattr(value, "__func__", value)
-                if hasattr(value, "dispatcher"):
-                    parts += [name, self(value)]
-                elif not name.startswith(("__", "_abc_")) and not isinstance(value, ON_THE_HOST):
-                    parts += [name, self._kernel_code(value)]
-        return parts
+
+        def part(name, value):
+            value = None if name in getattr(cls, "_fields", ()) else getattr(value, "__func__", value)
+            if hasattr(value, "dispatcher"):
+                return name, self(value)
+            if name.startswith(("__", "_abc_")) or isinstance(value, ON_THE_HOST):
+                return ()
+            return name, self._kernel_code(value)
+
+        return _with_bases(cls, part)
 
     def _property(self, value, name):
         """A property, by its value: it runs on the host. What cannot be digested no kernel can read."""

@@ -324,9 +324,15 @@ def shuffle_xor(b, x, lanes):
     return b.asm(x.type, f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;", f"={letter},{letter}", x)
 
 
-def uniform(b, x):
-    """x of lane 0, which ptxas then knows to be the same for the whole warp."""
-    return b.asm(i32, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", x)
+def uniform(b, x, effect=True):
+    """x of lane 0, which ptxas then knows to be the same for the whole warp. effect: it stays where it stands."""
+    return b.asm(i32, "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", x, effect=effect)
+
+
+def elect(b):
+    """Is this the lane that is to do something for its whole warp, all of whose lanes ask?"""
+    text = "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 $0, 1, 0, p;\n}"
+    return b.icmp_unsigned("!=", b.asm(i32, text, "=r"), b.u32(0))
 
 
 def shuffle(b, x, lane):

@@ -119,7 +119,7 @@ class ring:
     @op
     def fill(self, j, source, at, part=0, parts=1):
         """Copy source[at] into slot j % stages by TMA, as soon as the readers of tile j - stages have released it. Called by a
-        whole warpgroup; its first thread does it. source: a `tensor` whose tile is the ring's `part`; `at` counts the ring's
+        whole warpgroup; its first warp does it. source: a `tensor` whose tile is the ring's `part`; `at` counts the ring's
         tiles all the same.
 
         parts: the tile comes in so many fills, one after the other, part 0 to parts - 1, each from its own place. source: a
@@ -275,29 +275,32 @@ def _(ring, j, source, at, part, parts: int):
     if not isinstance(at, types.BaseTuple) or not 1 <= len(at) <= source.rank:
         raise TypeError(f"fill: `at` must be a tuple of up to {source.rank} integers, got {at}")
 
+    def first(b, part):
+        return contextlib.nullcontext() if parts == 1 else b.if_then(b.icmp_unsigned("==", b.u32(part), b.u32(0)))
+
     def emit(b, base, j, source_map, at, part, _):
-        with b.if_then(elected(b, WARPGROUP * LANES)):
+        # a whole warp waits: what it computes is the same in all lanes, so in uniform registers, from which TMA takes it
+        warp = b.and_(ptx.uniform(b, b.warp(), effect=False), b.u32(WARPGROUP - 1))
+        with b.if_then(b.icmp_unsigned("==", warp, b.u32(0))):
             slot, parity = _modulo(b, ring, j)
-            full = full_barrier(b, ring, base, slot)
-            if parts == 1:
-                _begin(b, ring, base, slot, parity, full)
-            else:
-                with b.if_then(b.icmp_unsigned("==", b.u32(part), b.u32(0))):
-                    _begin(b, ring, base, slot, parity, full)
-            to, coordinates = _address(b, ring, base, slot), b.unpack(at)
+            full, to = full_barrier(b, ring, base, slot), _address(b, ring, base, slot)
+            coordinates, mine = b.unpack(at), contextlib.nullcontext()
             if parts > 1:
                 to = b.add(to, b.mul(b.u32(part), b.u32(ring.offset(parts, across))))
-            mine = contextlib.nullcontext()
-            if ring.blocks > 1:
+            elif ring.blocks > 1:
                 rank = b.special("cluster_ctarank")
-                if parts > 1:
-                    mine = b.if_then(b.icmp_unsigned("==", rank, b.u32(part)))
-                else:
-                    to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))
-                    coordinates += [b.u32(0)] * (source.rank - len(coordinates))
-                    coordinates[source.rows] = b.add(b.mul(b.u32(coordinates[source.rows]), b.u32(ring.blocks)), rank)
-            with mine:
-                ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks, ring.once)
+                to = b.add(to, b.mul(rank, b.u32(ring.part.rows * ring.tile.width)))
+                coordinates += [b.u32(0)] * (source.rank - len(coordinates))
+                coordinates[source.rows] = b.add(b.mul(b.u32(coordinates[source.rows]), b.u32(ring.blocks)), rank)
+            with first(b, part):
+                ptx.mbarrier_wait(b, empty_barrier(b, ring, base, slot), b.xor(parity, b.u32(1)))
+            with b.if_then(ptx.elect(b)):
+                with first(b, part):
+                    ptx.mbarrier_expect(b, full, ring.tile.nbytes)
+                if ring.blocks > 1 and parts > 1:
+                    mine = b.if_then(b.icmp_unsigned("==", b.special("cluster_ctarank"), b.u32(part)))
+                with mine:
+                    ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks, ring.once)
 
     return void, emit
 

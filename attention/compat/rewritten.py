@@ -12,6 +12,8 @@ import copy
 import dis
 import functools
 import inspect
+import textwrap
+from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -175,14 +177,17 @@ def _is_none(node: Any) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _text(f: FunctionType) -> str:
-    """The text that f was read from, a whole file's; "" if it is not there."""
+def _trees(f: FunctionType) -> Iterator[tuple[ast.AST, int]]:
+    """What f was read from, and how many lines stand ahead: its own text, the file, or if that is no Python, f's lines."""
     if f in _spoken:
-        return _spoken[f]
-    try:
-        return "".join(inspect.findsource(f)[0])
-    except (OSError, IndexError):
-        return ""
+        yield ast.parse(_spoken[f]), 0
+        return
+    with contextlib.suppress(OSError, IndexError, SyntaxError):
+        yield ast.parse("".join(inspect.findsource(f)[0])), 0
+        return
+    with contextlib.suppress(OSError, SyntaxError):
+        lines, first = inspect.getsourcelines(f)
+        yield ast.parse(textwrap.dedent("".join(lines))), max(first - 1, 0)
 
 
 def _named(f: FunctionType, read: set[str]) -> dict[str, Any]:
@@ -217,16 +222,14 @@ def _source(name: str, f: FunctionType) -> Any:
     code, kind = f.__code__, ast.Lambda if f.__name__ == "<lambda>" else ast.FunctionDef
     arguments = [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
 
-    def is_its(node: Any) -> bool:
+    def is_its(node: Any, ahead: int) -> bool:
         if not isinstance(node, kind) or getattr(node, "name", "<lambda>") != f.__name__:
             return False
         lines = node.lineno, *[x.lineno for x in getattr(node, "decorator_list", ())]
         its = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        return code.co_firstlineno in lines and its == arguments
+        return code.co_firstlineno - ahead in lines and its == arguments
 
-    found: list[Any] = []
-    with contextlib.suppress(SyntaxError):
-        found = [node for node in ast.walk(ast.parse(_text(f))) if is_its(node)]
+    found: list[Any] = [node for tree, ahead in _trees(f) for node in ast.walk(tree) if is_its(node, ahead)]
     if len(found) > 1 and kind is ast.Lambda and hasattr(code, "co_positions"):  # since Python 3.11
         starts = {(line, column) for line, _, column, _ in code.co_positions()}
         found = [node for node in found if (node.body.lineno, node.body.col_offset) in starts]

@@ -107,6 +107,10 @@ def mla_decode(
     % size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries behind a sequence's
     last page are not read. batch_index: (B), sequence b lies in batch batch_index[b] of latent, which may have more.
 
+    To write new latents, call attention.append with the rotated columns as the keys of one head and the others as its values:
+    attention.append(latent[:, :, None, 512:], latent[:, :, None, :512], rotated, latents, lengths=before, rotary=(cos, sin)).
+    So the pools of a PagedCache may be two such views of one pool of latents.
+
     causal: the last token stands at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees
     all keys. A token that sees no key gives 0.
 

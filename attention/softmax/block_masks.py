@@ -19,7 +19,7 @@ from tiles import inlined, static
 from tiles.arguments import INT, record
 from tiles.layout import LANES
 
-from .variants import Keys, Queries, Variant
+from .variants import Unforeseen
 
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
 PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
@@ -29,13 +29,9 @@ WARPS = 4  # of a thread block, each of which marks a row of blocks
 
 
 @static
-class Blocked(Variant):
+class Blocked(Unforeseen):
     """Keys in listed blocks, of so many rows and columns. band: a warp asks for so many queries at once, at most, from a
     multiple of how many on."""
-
-    everything = False
-    computed = False
-    rising = True  # nobody knows; of most masks it is true
 
     rows: int
     cols: int
@@ -45,16 +41,6 @@ class Blocked(Variant):
     def given(self) -> dict[str, Any]:
         """See Variant. marks: the classes, (batch, head, block of queries, block of keys)."""
         return {"marks": MARKS}
-
-    @inlined
-    def keys(self, first, last, at):
-        """See Variant: of which keys are listed nobody knows before the map is asked."""
-        return Keys(0, at.keys, at.keys, 0)
-
-    @inlined
-    def seers(self, first, last, at):
-        """See Variant. Nobody knows here, either."""
-        return Queries(0, at.queries, at.queries, 0)
 
     @property
     def large(self) -> bool:

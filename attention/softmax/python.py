@@ -49,7 +49,10 @@ REMEMBERED = 1 << 16  # such names: a backward pass asks for those of the step
 
 def named(option: str, function: Any) -> str | None:
     """The name of a function; None stays None. TypeError that names the option."""
-    return None if function is None else _named(option, function, _held(option, function) if compiling() else ())
+    if function is None:
+        return None
+    in_graph = compiling()
+    return _named(option, function, _held(option, function) if in_graph else (), in_graph)
 
 
 def _hashes() -> bool:
@@ -83,8 +86,8 @@ def _held(option: str, function: Any) -> tuple[Any, ...]:
     )
 
 
-def _named(option: str, function: Any, held: tuple[Any, ...]) -> str:
-    """The same, of a function that holds this; Dynamo asks once."""
+def _named(option: str, function: Any, held: tuple[Any, ...], in_graph: bool) -> str:
+    """The same, of a function that holds this; Dynamo asks once, for a graph that asks for the function as long as it lives."""
     if not inspect.isfunction(function):
         if hasattr(function, "shape"):
             instead = "a mask that is an array goes in aux: mask=lambda b, h, i, j, seen: seen[i, j], aux=(seen,)"
@@ -98,7 +101,8 @@ def _named(option: str, function: Any, held: tuple[Any, ...]) -> str:
         return name
     name = f"{function.__name__} of call {next(_CALLS)}"  # it reads what may change: no other call's name serves it
     _KNOWN[name] = function
-    _PASSING.append(name)
+    if not in_graph:
+        _PASSING.append(name)
     if len(_PASSING) > REMEMBERED:
         _KNOWN.pop(_PASSING.popleft())
     return name

@@ -9,7 +9,7 @@ from ops import causal, col_index, row_index, triu, where
 from tiles import inlined, static
 from tiles.arguments import INT
 
-from .variants import Keys, Queries, Variant
+from .variants import Keys, Queries, Unforeseen, Variant
 
 
 class Full(Variant):
@@ -101,24 +101,10 @@ class Left(Variant):
 
 
 @static
-class Masked(Variant):
+class Masked(Unforeseen):
     """Those for which function(b, h, i, j, *aux) holds; i is a vector of queries, j one of keys, both counted from 0."""
 
-    everything = False
-    computed = False
-    rising = True  # nobody knows; of most masks it is true
-
     function: Callable
-
-    @inlined
-    def keys(self, first, last, at):
-        """See Variant: of which keys the function holds nobody knows before it is asked."""
-        return Keys(0, at.keys, at.keys, 0)
-
-    @inlined
-    def seers(self, first, last, at):
-        """See Variant. Nobody knows here, either."""
-        return Queries(0, at.queries, at.queries, 0)
 
     @inlined
     def mask(self, s, at, key, hidden):

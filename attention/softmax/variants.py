@@ -188,6 +188,25 @@ class Variant:
 
 
 @static
+class Unforeseen(Variant):
+    """Which keys a query sees nobody knows before something is asked, as a function or a map."""
+
+    everything = False
+    computed = False
+    rising = True  # of most masks it is true
+
+    @inlined
+    def keys(self, first, last, at):
+        """See Variant."""
+        return Keys(0, at.keys, at.keys, 0)
+
+    @inlined
+    def seers(self, first, last, at):
+        """See Variant."""
+        return Queries(0, at.queries, at.queries, 0)
+
+
+@static
 class Both(Variant):
     """One and then another: a query sees what both let it see."""
 

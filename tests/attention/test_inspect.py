@@ -9,7 +9,7 @@ from attention.mla import boxes, products
 from attention.mla import hopper as mla_hopper
 from attention.mla import quantised as mla_quantised
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
-from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken, Gate
+from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere, backward, hopper
 from attention.softmax.block_masks import BlockedMask
@@ -44,16 +44,15 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward.apart, backward.apart.config_for(64, bf16, CAUSAL)),
-    *(("sm_90a", backward.folded, backward.folded.config_for(n, bf16, CAUSAL)) for n in (64, 128)),
+    ("sm_90a", backward.folded, backward.folded.config_for(128, bf16, CAUSAL)),
     *(("sm_90a", module, module.config_for(256, bf16, CAUSAL)) for module in (backward.wide, backward.wide_queries)),
     ("sm_80", backward.ampere, backward.ampere.config_for(256, bf16, CAUSAL)),
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
     ("sm_80", backward.norms, backward.norms.Rows(Layer(), 256, bf16, False)),
-    ("sm_90a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, ampere.LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
-    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, BySteps(), OUTPUTS, piece=8)),
+    ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
     ("sm_120a", ampere, ampere.config_for(256, bf16, FULL, ampere.SHARED_BYTES, 4)),
     ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
 ]
@@ -94,7 +93,6 @@ def test_no_configuration_comes_twice(arch):
 
 
 ALIKE = [  # configurations that differ in one field each
-    *(("sm_80", chunk_ampere, chunk_ampere.Config(64, 1, bf16, Gate(), OUTPUTS, varlen=varlen)) for varlen in (False, True)),
     *(("sm_90a", chunk_hopper, chunk_hopper.Config(64, 1, bf16, ByHead(apart), OUTPUTS)) for apart in (False, True)),
     *(("sm_80", token_loop, token_loop.Config(64, decay)) for decay in ("", "token")),
 ]

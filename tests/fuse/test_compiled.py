@@ -28,6 +28,17 @@ def test_no_spills(name, monkeypatch, tmp_path):
         assert not one.warnings and not re.search(r"[1-9]\d* bytes spill", one.log), one.log
 
 
+def test_numbers_have_their_defaults(monkeypatch):
+    """Ahead of time, too; and fuse.operators is there without an import of its own."""
+    monkeypatch.setenv("TILES_CACHE", "0")
+    function = fuse.__getattr__("operators").rms_norm_linear
+    assert function is operators.rms_norm_linear
+    found, same = (function.compile((16, 64), (64,), (64, 64), *more) for more in ((), ((),)))
+    assert len(found) == len(same) == 1
+    with pytest.raises(TypeError, match="shapes must be tuples of integers, .* got '64'"):
+        function.compile((16, 64), "64", (64, 64))
+
+
 def test_a_scale_does_not_move_in_fp16():
     """x is large and its norm is not: what is multiplied must be the norm."""
     x = np.full((3, 64), 60000, np.float16)

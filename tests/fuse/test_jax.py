@@ -36,3 +36,19 @@ def test_what_has_none():
     (x,) = arrays((3, 40))
     with pytest.raises(NotImplementedError, match="x: no kernel computes its gradient; put jax.lax.stop_gradient"):
         jax.grad(lambda x: fuse.kernel(lambda x: fuse.cast(x * 1.0, fuse.functions.fp8e4m3) * 2.0)(x).sum())(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs by parts:RuntimeWarning")
+def test_what_no_template_computes():
+    """An array of JAX's comes back, of the first one's dtype; under jax.jit it is refused when it is traced."""
+    (x,) = arrays((3, 40))
+    turned, odd = fuse.kernel(lambda x: fuse.exp(fuse.transpose(x))), fuse.kernel(lambda x, w: (x @ w) * 2.0)
+    for function, given, want in (
+        (turned, (x,), jnp.exp(x.T.astype(jnp.float32))),
+        (odd, (x[:, :30], x[:, :30].T), 2.0 * x[:, :30].astype(jnp.float32) @ x[:, :30].T.astype(jnp.float32)),
+    ):
+        found = function(*given)
+        assert isinstance(found, jax.Array) and found.dtype == jnp.bfloat16
+        assert jnp.abs(found - want).max() <= 2**-8 * jnp.abs(want).max()
+        with pytest.raises(TypeError, match="under jax.jit it must be one: call it outside, or say it with jax.numpy"):
+            jax.jit(function)(*given)

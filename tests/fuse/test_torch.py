@@ -144,7 +144,8 @@ def test_backend(monkeypatch):
     """A norm, a gated MLP and the residual are taken out of a graph; the rest is left."""
     seen = []
 
-    def rest(graph, inputs):
+    def rest(graph, inputs, config_patches):
+        assert config_patches == {"fx_graph_cache": False}  # a graph with our functions has no name
         seen.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
         return graph.forward
 
@@ -163,7 +164,7 @@ def test_backend(monkeypatch):
 def test_gradients_with_the_backend(monkeypatch):
     """Of what is taken out of a graph, by kernels."""
     aot = torch._dynamo.lookup_backend("aot_eager")
-    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: aot)
+    monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: lambda graph, inputs, **_: aot(graph, inputs))
     monkeypatch.setattr(fuse.fused.Fused, "_by_parts", None)
     given = [t.requires_grad_() for t in tensors((3, 40), (40,), (40, 24))]
 

@@ -14,6 +14,7 @@ from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 
 ARCHS = ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
+OTHERS = [arch for arch in ARCHS if arch not in ("sm_80", "sm_90a")]
 T, H = rt(16, 64, fp32), rt(32, 32, bf16)
 S = st(64, 64, bf16)
 plan = shared(s=S, scratch=sv(256, fp32))
@@ -92,7 +93,11 @@ def halfway(e, f):
 
 
 BODIES = [maps, masks, reductions, turns, groups, complex_products, moves]
-CASES = [*itertools.product(BODIES, ARCHS), *((bytes_of_fp8, arch) for arch in ARCHS[1:])]
+CASES = [  # each body for the oldest and for Hopper, and for the others in turn
+    *itertools.product(BODIES, ["sm_80", "sm_90a"]),
+    *zip(BODIES, itertools.cycle(OTHERS)),
+    *((bytes_of_fp8, arch) for arch in ARCHS[1:]),
+]
 
 
 @pytest.mark.parametrize(("body", "arch"), CASES, ids=lambda x: getattr(x, "__name__", x))

@@ -4,6 +4,7 @@ and the kernel language is as tiles/interpreter says. (Broken kernels: test_haza
 import sys
 import time
 import warnings
+import weakref
 
 import correct
 import numpy as np
@@ -13,7 +14,8 @@ from correct import R, S, attention_error, numbers, plan, two
 from numba import cuda
 
 from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
-from tiles import Hazard, barrier, fp32, inlined, launch, rt, shared
+from tiles import Hazard, barrier, emulator, fp32, inlined, launch, rt, shared
+from tiles.emulator import emulate
 from tiles.interpreter import here, interpret
 from tiles.op import lowers, op
 from tiles.plumbing import void
@@ -296,3 +298,24 @@ def test_threads_must_be_whole_warps(threads):
 def test_ops_of_memory_need_a_kernel():
     with pytest.raises(RuntimeError, match="only inside a kernel: run it with tiles.launch"):
         warpgroup.sync()
+
+
+def test_nothing_of_a_run_waits_for_the_collector(collect):
+    """Blocks, warps and lanes are gone with the run, and what the kernel was compiled to when it is forgotten."""
+
+    @cuda.jit
+    def body(x):
+        store(x, zeros(rt(16, 16, fp32)), (0, 0))
+
+    args = [np.ones((16, 16), np.float32)]
+    emulate(body, (1, 1, 1), 32, args)
+    (program,) = emulator._programs[body].values()
+    alive = weakref.ref(program)
+    emulator.forget(body)
+    del program
+    assert alive() is None
+    for execute in (interpret, emulate):
+        execute(body, (2, 1, 1), 32, args)
+        collect()
+        execute(body, (2, 1, 1), 32, args)
+        assert collect() < 50

@@ -33,7 +33,7 @@ from .table import meaning
 from .text import Program, read
 from .warp import Warp
 
-__all__ = ["Counts", "emulate", "program"]
+__all__ = ["Counts", "emulate", "forget", "program"]
 
 PARAMETERS = 1 << 40  # where a launch's parameters lie, an address that no array has
 MBARRIERS = 128  # that a block may set up besides those of its plan
@@ -92,6 +92,12 @@ def program(kernel, types, arch, lowered=None) -> Program:
     return found
 
 
+def forget(kernel) -> None:
+    """What this kernel is compiled to is not kept any longer. The kernel itself goes when garbage is collected, which takes its
+    time over a program of many thousand objects."""
+    _programs.pop(kernel, None)
+
+
 def _with_lines(kernel, types, arch):
     """The instructions of a kernel that is compiled once more, with a table of lines."""
     return read(Lowered(kernel(), types, arch, lines=True).ptx()).code
@@ -136,5 +142,6 @@ def emulate(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 
             machine = Machine(indices, grid, threads // LANES, shared, rng, what, memory, block, maps, resident, counts)
             machine.tick = progress.tick
             machine.run(what, None)
+            machine.end()
             progress.done(n + 1)
     return counts

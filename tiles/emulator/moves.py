@@ -182,6 +182,13 @@ def _(match, w, at):
         w.set(to, np.full(LANES, {"any": count > 0, "all": count == LANES, "uni": count in (0, LANES)}[match[1][:3]]))
 
 
+@means(r"elect\.sync")
+def _(_, w, at):
+    (_, chosen), members = at.operands
+    everyone(w, "elect.sync", operand(members, np.uint32)(w))
+    w.set(chosen, np.arange(LANES) == 0)
+
+
 @means(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16")
 def _(match, w, at):
     w.converged("movmatrix")

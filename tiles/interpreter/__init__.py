@@ -93,7 +93,7 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
     every, run = list(clusters(grid, cluster)), _runs(Cluster, kernel, grid, threads, shared, seed)
     progress = Progress(getattr(kernel, "py_func", kernel).__name__, len(every), math.prod(cluster))
     with contextlib.closing(progress):
-        run_all(len(every), lambda n, *given: run(every[n], n, *given, progress.tick), _arguments(args), progress)
+        run_all(len(every), lambda n, *given: run(every[n], n, *given, progress.tick).end(), _arguments(args), progress)
 
 
 def recorded(kernel, grid, threads, args, shared, which):

@@ -91,6 +91,15 @@ class Cluster:
         """One of a block's warps, about to begin."""
         return Warp(block, index, kernel, args)
 
+    def end(self):
+        """It has run. Its blocks, warps and lanes hold on to each other, and their memory would stay until somebody collects
+        garbage."""
+        for block in self.blocks:
+            for warp in block.crew:
+                vars(warp).clear()
+            vars(block).clear()
+        vars(self).clear()
+
     def source_codes(self):
         """The ids of the kernel's code and of that of its helpers."""
         if len(self.source) != self.functions:  # helpers turn up as the kernel runs

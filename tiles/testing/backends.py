@@ -18,7 +18,7 @@ from ..arguments import parameters, types_of
 from ..compiler import Lowered
 from ..device import INTERPRETER
 from ..dtypes import bf16, fp8e4m3
-from ..emulator import Counts, emulate, program
+from ..emulator import Counts, emulate, forget, program
 from ..emulator.flow import pressure
 from ..fallback import check_room, instead
 from ..interpreter import interpret
@@ -69,7 +69,7 @@ def _alike(kernel, types, arch):
     found = _made.pop(name, kernel) if name[0] else kernel
     _made[name] = found
     while len(_made) > KEPT:
-        del _made[next(iter(_made))]
+        forget(_made.pop(next(iter(_made))))
     return found
 
 

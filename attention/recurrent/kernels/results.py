@@ -52,7 +52,10 @@ class Result:
 
     @inlined
     def store(self, sequences, gO, tile, o, span, token, head, column):
-        """Write the outputs of the chunk that begins at `token`, by way of a shared tile."""
+        """Write the outputs of the chunk that begins at `token`, by way of a shared tile, or where sequences follow each other
+        from registers. The warps meet: all have read the state that the next one replaces."""
+        if sequences.varlen:
+            warpgroup.sync()
         sequences.store(gO, tile, o, span, token, head, column)
 
 
@@ -82,7 +85,7 @@ class Normalizer(Result):
     @inlined
     def store(self, sequences, gO, tile, o, span, token, head, column):
         """One of the columns, which are all the same."""
-        warpgroup.sync()  # no store by TMA, before which the warps would meet: all have read the state that the next replaces
+        warpgroup.sync()  # no store by TMA, before which the warps would meet
         warpgroup.store(truncate(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
 
 

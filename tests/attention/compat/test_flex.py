@@ -130,6 +130,15 @@ def test_what_was_written_keeps_no_module(tmp_path):
     assert [x() for x in held] == [None, None]
 
 
+def test_a_function_of_a_page_that_is_no_python(tmp_path, calls, qkv):
+    """As in a page of documentation, whose blocks are run, or a notebook's cell with a word of its own."""
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\nSome words.\n\n    late = lambda b, h, i, j: docs[j] > i\n")
+    space = {"docs": np.arange(COLS)}
+    exec(compile("\n" * 4 + "late = lambda b, h, i, j: docs[j] > i", page, "exec"), space)
+    close([flex_attention(*qkv, block_mask=block_mask(space["late"]))], [attend(*qkv, see=J > I)[0]])
+
+
 def test_blocks_are_passed_on(calls, qkv):
     """What is not listed is not seen, and of what is listed as full the mask is not asked."""
     counts, ones = np.ones((1, 1, 2), np.int32), np.zeros((1, 1, 2, 3), np.int32)

@@ -8,6 +8,7 @@ from places import BF16, OnInterpreter
 
 import attention
 from attention import reference
+from attention.cache import PagedCache
 from attention.mla import ampere, combine, decode, hopper, parts, quantised
 from attention.mla.shape import COLUMNS, LATENT, ROTARY
 from tiles import fp8e4m3
@@ -311,3 +312,23 @@ def test_parts_of_one_array_of_bytes():
 def test_arguments_are_documented():
     for name in decode.MLA_DECODE.names + decode.QUANTISED.names:
         assert name in attention.mla_decode.__doc__
+
+
+def test_latents_are_appended_as_keys_and_values_of_one_head():
+    """Into a cache, and into a pool by way of a PagedCache: the same rows, rotated on the way, and the same output."""
+    angles = np.arange(64)[:, None] * 10_000.0 ** (-np.arange(32) / 32)
+    rotary = np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)
+    new, q = draw((1, 21, 1, COLUMNS)), draw((1, 1, 16, COLUMNS))
+    views = lambda latent: (latent[:, :, None, LATENT:], latent[:, :, None, :LATENT])
+    latent, pool = np.zeros((1, 40, COLUMNS), BF16), np.zeros((5, 16, COLUMNS), BF16)
+    start = np.array([3], np.int32)
+    attention.append(*views(latent), new[..., LATENT:], new[..., :LATENT], lengths=start, rotary=rotary)
+    assert (latent[0, 3:24, :LATENT] == new[0, :, 0, :LATENT]).all() and not latent[0, :3].any() and not latent[0, 24:].any()
+
+    cache = PagedCache([views(pool)], sequences=2, tokens=40)
+    sequence = cache.add()
+    cache.append([sequence], np.zeros((1, 3, 1, ROTARY), BF16), np.zeros((1, 3, 1, LATENT), BF16))
+    cache.append([sequence], new[..., LATENT:], new[..., :LATENT], rotary=rotary)
+    pages, lengths, _ = cache.tables([sequence])
+    paged = attention.mla_decode(q, pool, lengths=lengths, pages=pages, scale=SCALE)
+    assert lengths[0] == 24 and (paged == attention.mla_decode(q, latent, lengths=lengths, scale=SCALE)).all()

@@ -133,10 +133,7 @@ def test_other_schedules(monkeypatch, schedule):
     agree(place, *inputs(1, 330, 1, 64, 128))
 
 
-CONFIGS = [
-    *(delta_hopper.Config(128, 2, bf16, gated, gated) for gated in (True, False)),
-    *(delta_hopper.Config(key_dim, 1, fp16, gated) for key_dim, gated in zip(delta_hopper.STAGES, (False, True), strict=True)),
-]
+CONFIGS = [delta_hopper.Config(128, 2, bf16, True, True), delta_hopper.Config(64, 1, fp16, False)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

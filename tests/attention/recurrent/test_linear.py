@@ -117,6 +117,20 @@ def test_sequences_of_one_batch(place, decay, ends):
     np.testing.assert_array_equal(place.get(state)[1], given["initial_state"][1])
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("decay", "key_dim"), [*((decay, 64) for decay in DECAYS), ("token", 256)])
+def test_sequences_of_many_chunks(place, decay, key_dim, normalize):
+    """Whole ones, where nothing has to be cleared, for which the warps would meet: none replaces the state that others read."""
+    given = inputs(1, 210, key_dim, decay=decay)
+    state = abs(np.random.default_rng(1).standard_normal((2, HEADS, key_dim, 64))).astype(f32)
+    given["initial_state"] = state
+    if normalize:
+        given["q"], given["k"] = abs(given["q"]), abs(given["k"])
+        given["initial_state"] = state, np.ones((2, HEADS, key_dim), f32)
+    given["cu_seqlens"] = np.array([0, 192, 210], np.int32)
+    check(place, given, normalize=normalize)
+
+
 @pytest.mark.parametrize("sequences", [False, True])
 @pytest.mark.parametrize("decay", ["none", "head", "token"])
 def test_keys_of_two_parts(place, decay, sequences):

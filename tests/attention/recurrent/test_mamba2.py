@@ -61,6 +61,14 @@ def test_sequences_of_one_batch(place):
     check(place, given)
 
 
+@pytest.mark.parametrize("key_dim", [64, 256])
+def test_sequences_of_many_chunks(place, key_dim):
+    """See test_linear.py. With 256 columns of B chunk_hopper.py serves, with 64 heads_hopper.py."""
+    given = inputs(210, N=key_dim, heads=2)
+    given["cu_seqlens"] = np.array([0, 192, 210], np.int32)
+    check(place, given)
+
+
 @pytest.mark.parametrize("sequences", [False, True])
 def test_keys_of_two_parts(place, sequences):
     """On Hopper two warpgroups have half of the keys each."""

@@ -8,7 +8,9 @@ from places import BF16
 
 import attention
 from attention import reference
+from tiles import fp16
 
+FP16, F32 = fp16.np, np.dtype(np.float32)
 ARRAYS = "alibi", "sink", "bias", "cu_seqlens", "cu_seqlens_k", "lengths_k", "seed"
 SEVERAL = "aux", "q_norm", "k_norm"  # arrays, or tuples of them
 ULP = 2.0**-23  # of float32
@@ -28,6 +30,21 @@ def inputs(batch, seq_q, seq_kv, heads, heads_kv, head_dim, dtype=BF16, layout="
     shapes = (batch, seq_q, heads, head_dim), (*keys, head_dim), (*keys, value_dim or head_dim)
     order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
     return tuple(draw([shape[axis] for axis in order], dtype) for shape in shapes)
+
+
+def weights(*shape, dtype=F32):
+    """Of a norm."""
+    return draw(shape, dtype) + dtype.type(1)
+
+
+def weights_of(heads, dim):
+    """Of a norm: one for all heads or one each, alone or with a bias."""
+    return {
+        "rms": weights(dim),
+        "rms of heads": weights(heads, dim, dtype=BF16),
+        "layer": (weights(dim, dtype=BF16), draw((heads, dim), F32)),
+        "layer of heads": (weights(heads, dim), draw((dim,), FP16)),
+    }
 
 
 def poisoned(shape, dtype):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from judged import draw, inputs, poisoned, there
+from judged import draw, inputs, poisoned, there, weights, weights_of
 from places import BF16, OnInterpreter
 
 import attention
@@ -14,20 +14,6 @@ from attention.softmax.backward import norms
 from tiles import fp16
 
 F32, FP16 = np.dtype(np.float32), fp16.np
-
-
-def weights(*shape, dtype=F32):
-    return draw(shape, dtype) + dtype.type(1)
-
-
-def weights_of(heads, dim):
-    """Of a norm: one for all heads or one each, alone or with a bias."""
-    return {
-        "rms": weights(dim),
-        "rms of heads": weights(heads, dim, dtype=BF16),
-        "layer": (weights(dim, dtype=BF16), draw((heads, dim), F32)),
-        "layer of heads": (weights(heads, dim), draw((dim,), FP16)),
-    }
 
 
 def flat(gradients):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from judged import agree, draw, inputs, poisoned
+from judged import agree, inputs, poisoned, weights, weights_of
 from places import OnInterpreter
 
 import attention
@@ -18,20 +18,6 @@ BF16, FP16, F32 = bf16.np, fp16.np, np.dtype(np.float32)
 @pytest.fixture(params=["sm_90", "sm_80"])
 def family(request):
     return request.param
-
-
-def weights(*shape, dtype=F32):
-    return draw(shape, dtype) + dtype.type(1)
-
-
-def weights_of(heads, dim):
-    """Of a norm: one for all heads or one each, alone or with a bias."""
-    return {
-        "rms": weights(dim),
-        "rms of heads": weights(heads, dim, dtype=BF16),
-        "layer": (weights(dim, dtype=BF16), draw((heads, dim), F32)),
-        "layer of heads": (weights(heads, dim), draw((dim,), FP16)),
-    }
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("rms", "rms of heads"), ("rms of heads", "rms"), ("layer", "layer of heads"),

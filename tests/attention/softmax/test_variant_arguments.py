@@ -181,7 +181,12 @@ def test_names_of_one_call_are_forgotten_in_time(monkeypatch):
     python._PASSING.clear()
     monkeypatch.setattr(python, "REMEMBERED", 2)
     made = lambda layer: lambda b, h, i, j: j <= i + layer.reach
+    with monkeypatch.context() as graph:
+        graph.setattr(python, "compiling", lambda: True)
+        graph.setattr(python, "_held", lambda option, function: ())
+        in_graph = named("mask", made(SimpleNamespace(reach=9, lock=threading.Lock())))
     first, *others = [named("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
+    assert callable(python.known(in_graph))
     assert all(callable(python.known(name)) for name in others)
     with pytest.raises(ValueError, match="this process knows no function by that name"):
         python.known(first)
