@@ -32,6 +32,11 @@ WRONG = {
     "threads": (lambda: tiles.launch(scale, 1, (32, 33)), ValueError, "1056 threads.*up to 1024"),
     "bounds": (lambda: tiles.launch(small, 1, 160), ValueError, "small is made for up to 128"),
     "cluster": (lambda: tiles.launch(scale, 3, 32, cluster=2), ValueError, "cluster=2 must divide grid=3"),
+    "a large cluster": (
+        lambda: tiles.launch(scale, 32, 32, cluster=16),
+        ValueError,
+        "a cluster has at most 8 blocks, got cluster=16",
+    ),
     "shared": (lambda: tiles.launch(scale, 1, 32, shared="1024"), TypeError, "tiles.shared plan, got '1024'"),
     "count": (lambda: tiles.launch(scale, 1, 32)(1), TypeError, r"scale takes 3 arguments \(source, target, factor\), got 1"),
     "names": (
