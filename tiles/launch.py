@@ -53,7 +53,7 @@ from .recording import now as recording_now
 from .types import gl
 
 THREADS_END = 1024  # most threads of a block
-MOST_BLOCKS = 8  # of a cluster, on every GPU that has them
+MOST_OF_CLUSTER = 8  # blocks, on every GPU that has clusters
 KERNELS = 1024  # that families' planners remember
 
 
@@ -239,8 +239,8 @@ class Launch:
         if self.cluster and any(g % c for g, c in zip(self.grid, self.cluster)):
             raise ValueError(f"launch: {cluster=} must divide {grid=}")
         blocks = math.prod(self.cluster or (1,))
-        if blocks > MOST_BLOCKS:
-            raise ValueError(f"launch: a cluster has at most {MOST_BLOCKS} blocks, got {cluster=}")
+        if blocks > MOST_OF_CLUSTER:
+            raise ValueError(f"launch: a cluster has at most {MOST_OF_CLUSTER} blocks, got {cluster=}")
         if shared is not None and shared.blocks not in (1, blocks):
             raise ValueError(f"launch: {shared} is for clusters of {shared.blocks} blocks, got {cluster=}")
 
