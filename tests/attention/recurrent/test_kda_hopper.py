@@ -42,7 +42,7 @@ def test_lengths_around_every_chunk(place, length):
 @pytest.mark.parametrize(("gate", "dtype"), [(0.3, BF16), (50, FP16), (1e-4, BF16)])
 def test_gates_of_any_size(place, gate, dtype):
     """Those of channels and chunks may differ as much as they like, 0 and the end of all memory included."""
-    q, k, v, beta, decay = inputs(1, 150, 1, 64, 64, dtype, gate=gate)
+    q, k, v, beta, decay = inputs(1, 120, 1, 64, 64, dtype, gate=gate)
     decay[0, 50:70, :, ::3] = -50
     decay[0, 80:90] = 0
     decay[0, 110] = -np.inf
@@ -99,7 +99,7 @@ def test_other_schedules(monkeypatch, schedule):
     """Whatever order the warps take."""
     monkeypatch.setenv("TILES_SEED", str(schedule))
     place = type("Here", (), {"put": staticmethod(lambda x: x), "get": staticmethod(lambda x: x)})
-    q, k, v, beta, decay = inputs(1, 330, 1, 64, 128)
+    q, k, v, beta, decay = inputs(1, 200, 1, 64, 128)
     decay[:, 64:128] *= 200
     agree(place, q, k, v, beta, decay)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 from judged import draw, poisoned, there
+from places import OnInterpreter
 
 import attention
 from attention import reference
@@ -11,13 +12,19 @@ NAMES = "dq", "dk", "dv", "dsink"
 NOTHING, NOISE = 1e-9, 1e-4
 
 
-def agree(place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, **options):
-    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. known:
-    the same k and v without what may not be read, for the formula. by_output: the formula goes by the output that backward was
-    given. Of a row or two, what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
+def agree(
+    place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, whole=False, **options
+):
+    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. In the
+    interpreter the formula takes forward's place, which has tests of its own, unless `whole`. known: the same k and v without
+    what may not be read, for the formula. by_output: the formula goes by the output that backward was given. Of a row or two,
+    what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
-    out, lse = attention.forward(*put, return_lse=True, **given)
+    if whole or not isinstance(place, OnInterpreter):
+        out, lse = attention.forward(*put, return_lse=True, **given)
+    else:
+        out, lse = reference.forward_low(q, *(known or (k, v)), **options)
     between()
     of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
