@@ -53,6 +53,18 @@ def test_any_length(length, world, scheme, order, options, seed):
             assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
 
 
+@pytest.mark.parametrize(("dim", "options"), [(64, {}), (128, dict(softcap=5.0))])
+def test_parts_have_the_blocks_of_keys_of_the_whole(dim, options):
+    """Where short sequences have smaller blocks, too, or those of few registers: the same bits."""
+    q, k, v = drawn(330, 1, 1, dim=dim)
+    out, lse = attention.forward(q, k, v, causal=True, return_lse=True, **options)
+    told = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
+    found = together(2, lambda peers: parallel.forward(*[share(x, peers, "zigzag") for x in (q, k, v)], group=peers, **told))
+    for (its, sums), spans in zip(found, ORDERS["zigzag"].spans(330, 2), strict=True):
+        rows = [n for span in spans for n in range(*span)]
+        assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
+
+
 @pytest.mark.parametrize(("order", "world"), [("zigzag", 2), ("contiguous", 2)])
 def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
     """Most queries see their own rank's keys alone; the bits are those of one, of which a mask asks for its place, too."""
