@@ -22,7 +22,8 @@ import numpy as np
 from . import derivative, language, terms
 from .derivative import NoRule
 from .functions import CASTS
-from .fused import FLOATS, Fused, NoKernel, cast, dtype_of
+from .fused import FLOATS, Fused, NoKernel
+from .given import cast, dtype_of
 from .graph import between, walk
 from .module import unused
 from .place import is_total_of_rows

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
 import re
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 
 from tiles import cache, digest
 from tiles.arrays import Operand, c_ordered
-from tiles.checks import Check, Values, asked
+from tiles.checks import Check, asked
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import describe
 from tiles.jax_call import tracing
@@ -40,6 +39,7 @@ from .cost import Card, card, card_of
 from .early import Early
 from .evaluate import InNumPy, evaluate
 from .functions import CASTS, FP8, MAPS
+from .given import as_rows, cast, dtype_of, in_order, index_values, refuse_index, written
 from .proof import Proof, proven
 from .terms import Term
 from .trace import Shape, Traced, kinds_of, loose, ordinal_of, rows_alone, shape_of, traced
@@ -153,14 +153,14 @@ class Fused:
         traced, shapes = self.trace(flat), self._shapes(flat)
         given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
         for name, among in self._choices(traced).items():
-            _refuse_index(name, given[name], among)
+            refuse_index(name, given[name], among)
         found = evaluate(traced.roots, given, InNumPy(np.float32))
         first, dtype = next((name, x.dtype) for name, x in zip(self.names, arrays) if isinstance(x, np.ndarray))
         if dtype.name not in (*FLOATS, "float64"):
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
         results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
         results = [x.reshape(*lead, x.shape[-1]) for x in results] if lead else results
-        results = _written(self._outs(out, len(results)), results)
+        results = written(self._outs(out, len(results)), results)
         return results[0] if traced.single else tuple(results)
 
     def _outs(self, out: Any, results: int) -> tuple[Any, ...]:
@@ -177,7 +177,7 @@ class Fused:
         shapes, kinds = self._shapes(flat), self._known(self.prepare, flat)
         program = self.programs[kinds]
         into = self._outs(out, program.results)
-        outs = tuple([x if x is None or not lead else _as_rows(x, lead) for x in into])
+        outs = tuple([x if x is None or not lead else as_rows(x, lead) for x in into])
         held = tuple([x.T if s.turned else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
         if tracing(held[0]):  # by parts there is nothing of JAX's: said when it is traced, not when it runs
@@ -198,7 +198,7 @@ class Fused:
             made = self._by_parts(*arrays)
             if all([x is None for x in into]):
                 return made
-            results = tuple(_written(into, made if isinstance(made, tuple) else (made,)))
+            results = tuple(written(into, made if isinstance(made, tuple) else (made,)))
             return results[0] if program.single else results
         except ValueError:
             self.trace(flat)  # says in the definition's words what does not fit, if that is it
@@ -217,9 +217,9 @@ class Fused:
             return tuple(map(put, found)) if isinstance(found, tuple) else put(found)
         numbers = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == numbers[0].dtype for x in numbers]):
-            return _in_order(self.definition(*arrays))
+            return in_order(self.definition(*arrays))
         kinds = self._known(self.prepare, self._rows(arrays)[0])
-        results = _in_order(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
+        results = in_order(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
         several = isinstance(results, tuple)
         wanted = [dtype or dtype_of(numbers[0]) for dtype in self.programs[kinds].dtypes]
         found = [cast(x, dtype) for x, dtype in zip(results if several else (results,), wanted)]
@@ -283,7 +283,7 @@ class Fused:
         steps = [step if step.late is None else _early(step, next(own), lies) for step in steps]
         if choices := self._choices(self._trace(shapes)) if problem.device is None or asked().values else {}:
             places = problem.schema.places
-            rows = [(name, places[name], problem[name].form, _values(name, n)) for name, n in choices.items()]
+            rows = [(name, places[name], problem[name].form, index_values(name, n)) for name, n in choices.items()]
             return Plan([Check(rows, {}), *steps], [*scratch, *more])
         return Plan(steps, [*scratch, *more])
 
@@ -474,60 +474,8 @@ class _Program(Program):
         self.results, self.dtypes, self.single = len(dtypes), dtypes, single
 
 
-def _in_order(results: Any) -> Any:
-    """What a definition returns; of a dictionary its values."""
-    return tuple(results.values()) if isinstance(results, dict) else results
-
-
-def _as_rows(out: Any, lead: tuple[int, ...]) -> Any:
-    """An array for a result, whose leading axes are one. ValueError: it has others, or they do not lie as one, so that reshape
-    would copy it and the result go astray."""
-    if tuple(out.shape[:-1]) != lead:
-        raise ValueError(f"out: must have the result's leading axes, {lead}: out.shape={tuple(out.shape)}")
-    strides = out.stride() if hasattr(out, "stride") else describe(out, "out").form.strides
-    axes = [one for one in zip(lead, strides) if one[0] != 1]
-    if any([far != n * step for (_, far), (n, step) in itertools.pairwise(axes)]):
-        raise ValueError(f"out: leading axes must lie as one, for they are rows: {out.shape=}, strides {tuple(strides)}")
-    return out.reshape(-1, out.shape[-1])
-
-
-def _written(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The results, where they were to go. ValueError: one has another shape."""
-    for target, x in zip(outs, results):
-        if target is not None:
-            if tuple(target.shape) != tuple(x.shape):
-                raise ValueError(f"out: must have the result's shape: out.shape={tuple(target.shape)}, {tuple(x.shape)}")
-            target[...] = x
-    return [x if target is None else target for target, x in zip(outs, results)]
-
-
 def _early(step: Recorded, kernel: Any, lies: dict[Term, Operand]) -> Any:
     """The launch of a kernel, as a step that is early where it may be."""
     if not kernel.early:
         return step
     return Early(step, [lies[x] for x in kernel.ahead], [lies[x] for x in kernel.roots])
-
-
-def _values(name: str, among: int) -> Values:
-    """What an index into so many must be."""
-
-    def wrong(values: np.ndarray, extents: Any) -> Any:
-        beyond = np.argwhere(values >= among)
-        return (beyond[0], f"must be below {among}") if len(beyond) else None
-
-    return Values(wrong, "pass a negative one to choose nothing")
-
-
-def _refuse_index(name: str, index: np.ndarray, among: int) -> None:
-    """ValueError that names an index which chooses what is not there."""
-    Check([(name, 0, describe(index, name).form, _values(name, among))], {}).run(0, [index.ctypes.data])
-
-
-def dtype_of(x: Any) -> str:
-    """The name of an array's dtype, "" of a number."""
-    return str(getattr(x, "dtype", "")).removeprefix("torch.")
-
-
-def cast(x: Any, dtype: str) -> Any:
-    """An array of another dtype."""
-    return x.to(getattr(sys.modules["torch"], dtype)) if hasattr(x, "to") else x.astype(np.dtype(dtype))
