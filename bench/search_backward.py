@@ -57,7 +57,7 @@ def every(head_dim: int, variant: Variant):
             yield wide_queries, wide_queries.Config(head_dim, head_dim, bf16, variant, kv, q, v)
     kv = 64 if head_dim > 128 else 128
     for queries, q, do, ds, dq, rounded in itertools.product(QUERIES, (2, 3), STAGES, (1, 2), (1, 2), (False, True)):
-        config = hopper.Config(head_dim, head_dim, bf16, variant, kv, queries, q, do, ds, 1, rounded)
+        config = hopper.Config(head_dim, head_dim, bf16, variant, kv, queries, q, do, ds, 1, rounded=rounded)
         if config.parts.count % hopper.CONSUMERS:
             continue  # one consumer would have more of dQ than the other
         config = replace(config, dq_stages=dq * hopper.CONSUMERS)  # else a slot would change hands between consumers
