@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from . import terms
 from .axes import Axis
-from .terms import INDEX, Term
+from .functions import MAPS
+from .terms import INDEX, PARTS, Term
 
 
 def walk(*roots: Term) -> Iterator[Term]:
@@ -92,3 +95,36 @@ def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
         elif x.operation == "among":
             found[x.of[1]] = x.of[2].names[0], x.of[2].extents[0]
     return found
+
+
+def rebuilt(x: Term, of: Sequence[Term]) -> Term:
+    """The same operation on other terms."""
+    if x.operation in MAPS:
+        return terms.apply(x.operation, *of)
+    if x.operation in ("sum", "max"):
+        return terms.reduce(x.operation, of[0])
+    if x.operation == "half":
+        return terms.half(of[0], x.what)
+    if x.operation == "split":
+        return terms.split(of[0], x.what)
+    if x.operation == "total":
+        return terms.total_along(of[0], x.what)
+    if x.operation == "gathered":
+        return terms.gathered(of[0], x.what)
+    if x.operation == "is_column":
+        return terms.is_column(x, of[0])
+    others: dict[str, Callable] = {
+        "matmul": terms.matmul,
+        "transpose": terms.transpose,
+        "concat": terms.concat,
+        "causal": terms.causal,
+        "dropout": terms.dropout,
+        "pick": terms.pick,
+        "matmul_by": terms.matmul_by,
+        "among": terms.among,
+        "weighted": terms.weighted,
+        "spread": terms.spread,
+        **{name: functools.partial(terms.of_parts, name) for name in PARTS},
+    }
+    others |= {"merged": terms.merged, "stacked": terms.stacked, "heads": terms.heads, "flat": terms.flat, "rows": terms.rows}
+    return others[x.operation](*of) if of else x

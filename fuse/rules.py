@@ -272,5 +272,5 @@ def _replaced(root: Term, old: Term, new: Term) -> Term:
     for x in walk(root):
         if x not in made:
             of = [made[y] for y in x.of]
-            made[x] = x if all(a is b for a, b in zip(of, x.of)) else terms.rebuilt(x, of)
+            made[x] = x if all(a is b for a, b in zip(of, x.of)) else graph.rebuilt(x, of)
     return made[root]

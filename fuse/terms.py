@@ -17,9 +17,8 @@ x are the rows of w, whatever their numbers are (axes.py), and the axes of a cal
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .axes import PART, Axis, halved, same
@@ -467,36 +466,3 @@ def product(*parts: Axis | None) -> Axis | None:
     """The axis that these, one inside the other, make; one for the same ones."""
     roots = tuple(axis.root for axis in parts if axis is not None)
     return SPACES[-1].products.setdefault(roots, Axis(*roots)) if len(roots) > 1 else roots[0] if roots else None
-
-
-def rebuilt(x: Term, of: Sequence[Term]) -> Term:
-    """The same operation on other terms."""
-    if x.operation in MAPS:
-        return apply(x.operation, *of)
-    if x.operation in ("sum", "max"):
-        return reduce(x.operation, of[0])
-    if x.operation == "half":
-        return half(of[0], x.what)
-    if x.operation == "split":
-        return split(of[0], x.what)
-    if x.operation == "total":
-        return total_along(of[0], x.what)
-    if x.operation == "gathered":
-        return gathered(of[0], x.what)
-    if x.operation == "is_column":
-        return _made("is_column", of, x.what, x.extents, x.names)
-    others: dict[str, Callable] = {
-        "matmul": matmul,
-        "transpose": transpose,
-        "concat": concat,
-        "causal": causal,
-        "dropout": dropout,
-        "pick": pick,
-        "matmul_by": matmul_by,
-        "among": among,
-        "weighted": weighted,
-        "spread": spread,
-        **{name: functools.partial(of_parts, name) for name in PARTS},
-    }
-    others |= {"merged": merged, "stacked": stacked, "heads": heads, "flat": flat, "rows": rows}
-    return others[x.operation](*of) if of else x

@@ -55,12 +55,9 @@ class Nothing:
         return at
 
     @inlined
-    def give_back(self, ring, j):
-        """Tile j, of which own_rows were read, may go: here is their fence, which behind stores would wait for these."""
-
-    @inlined
-    def free(self, ring, j):
-        """The same where a fence has just been."""
+    def give_back(self, ring, j, fenced=False):
+        """Tile j, of which own_rows or by_keys were read, may go. Here is the fence of these loads, which behind stores would
+        wait for them, too. fenced: without it, for there has just been one."""
 
 
 @static
@@ -115,10 +112,11 @@ class Tiles(Nothing):
         return at._replace(given=at.given._replace(bias=x))
 
     @inlined
-    def give_back(self, ring, j):
+    def give_back(self, ring, j, fenced=False):
         """See Nothing."""
-        raw.fence_async()
-        cuda.syncwarp()
+        if not fenced:
+            raw.fence_async()
+            cuda.syncwarp()
         ring.release(j)
 
     @inlined
@@ -127,8 +125,3 @@ class Tiles(Nothing):
         own = subtile(ring.wait(j), self.queries, 0, ROWS, part)
         x = turned(warpgroup.load_transposed(own, rt(16, self.queries, self.dtype), fenced=False))
         return at._replace(given=at.given._replace(bias=x))
-
-    @inlined
-    def free(self, ring, j):
-        """See Nothing."""
-        ring.release(j)

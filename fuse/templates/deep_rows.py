@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from .. import terms
 from ..axes import Axis
 from ..functions import MAPS
-from ..graph import between
+from ..graph import between, rebuilt
 from ..module import Text, unused
 from ..terms import Term, viewed
 from .row_map import KNOWN, RowMap
@@ -43,7 +43,7 @@ class DeepRows:
             return None
         words = {x: terms.rows(x) if x.ndim > 1 else x for x in leaves}
         for x in between(roots, leaves):
-            words[x] = terms.rebuilt(x, [words[y] for y in x.of])
+            words[x] = rebuilt(x, [words[y] for y in x.of])
         inner = RowMap.matches([words[x] for x in roots], [words[x] for x in leaves])
         return cls(roots, inner, words) if inner else None
 

@@ -131,10 +131,7 @@ def make(config: Config):
         if me % SHARE == 0:
             warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
             ds.publish(j)
-        if FENCED:
-            brought.free(bias, j)
-        else:
-            brought.give_back(bias, j)
+        brought.give_back(bias, j, FENCED)
         if j > 0:
             dq.publish(PARTS * (j - 1) + LAST + me, FENCED)  # so late because a fence waits for all stores: here for dS anyway
         sums.release(j, None, FENCED)
