@@ -112,15 +112,19 @@ def _small(seen: Seen, batch: int, device: Any) -> Any:
 
 
 def _said(mask_function: Callable) -> Seen | None:
-    """The window and the documents of a causal mask; None: it is another."""
+    """The window and the documents of a causal mask; None: it is another, or torch.compile, which made the function itself, does
+    not say what it holds (torch 2.13)."""
     window, documents = None, None
-    for piece in _pieces(mask_function):
-        if piece.__code__ is WINDOWED:
-            (window,) = _held(piece)
-        elif piece.__code__ is PACKED:
-            (documents,) = _held(piece)
-        elif piece.__code__ is not CAUSAL:
-            return None
+    try:
+        for piece in _pieces(mask_function):
+            if piece.__code__ is WINDOWED:
+                (window,) = _held(piece)
+            elif piece.__code__ is PACKED:
+                (documents,) = _held(piece)
+            elif piece.__code__ is not CAUSAL:
+                return None
+    except AttributeError:
+        return None
     return Seen(window, documents=documents)
 
 
