@@ -1,79 +1,25 @@
-"""tiles/again.py and tiles/growing.py: which of torch's calls are served by what was written for their form, and no other is.
+"""tiles/again.py: which of torch's calls are served by what was written for their form, and no other is.
 (That such a call launches what one that is planned anew does: tests/attention/test_plans_of_lengths.py.)"""
 
 import gc
-import itertools
-import threading
 import warnings
 import weakref
 
 import numpy as np
 import pytest
+from noting import RUNS, STREAM, Counted, Noted, gpu, noted, tensors, warm  # noqa: F401
 
 torch = pytest.importorskip("torch")
 
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from tiles import frameworks, growing  # noqa: E402
+from tiles import frameworks  # noqa: E402
 from tiles import program as programs  # noqa: E402
 from tiles.lengths import made  # noqa: E402
-from tiles.program import Plan, Recent, program  # noqa: E402
-from tiles.schema import Schema  # noqa: E402
+from tiles.program import Plan, Recent  # noqa: E402
 
-RUNS, STREAM, NUMBERS = [], [7], itertools.count()
 SUM = "x SD real\n y SD real\n z S float32 optional\n out SD float32 made\n sums S float32 made want_sums"
-MANY = "x BSD real\n y BSD real\n out BSD float32 made"
-
-
-class Noted(tuple):
-    """A step that notes where it was run, and with which number; a function of lengths may make it."""
-
-    of_lengths = True
-
-    def __new__(cls, places, number):
-        return super().__new__(cls, (places, number))
-
-    def run(self, stream, addresses):
-        places, number = self
-        RUNS.append((stream, number, *[addresses[place] for place in places]))
-
-
-def noted(places, number):
-    return Noted(places, number)
-
-
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    """torch's tensors are said to lie on a GPU, whose current stream is STREAM's."""
-    if torch.cuda.is_available():
-        pytest.skip("is for tensors of the host")
-    words = frameworks._torch_words
-    monkeypatch.setattr(frameworks, "_torch_words", lambda dtype, device: (*words(dtype, device)[:2], 0))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM[0], raising=False)
-    monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
-    monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
-    STREAM[0] = 7
-    RUNS.clear()
-
-
-class Counted:
-    """A program, called on torch's tensors; `read` and `planned` count the calls that were read in full, and planned."""
-
-    def __init__(self, table, planner):
-        self.program, self.read, self.planned = program(Schema(f"noted{next(NUMBERS)}", table))(planner), 0, 0
-        run, plan = self.program.run, self.program._planned
-        self.program.run, self.program._planned = self.counted("read", run), self.counted("planned", plan)
-
-    def counted(self, name, function):
-        def call(*args):
-            setattr(self, name, getattr(self, name) + 1)
-            return function(*args)
-
-        return call
-
-    def __call__(self, *arrays, options=(2.0, False), layout="bshd", stream=None):
-        return self.program(stream, arrays, options, layout)
 
 
 @pytest.fixture
@@ -87,22 +33,6 @@ def summed():
         return Plan([made(noted, places, rows * factor)], scratch)
 
     return Counted(SUM, planner)
-
-
-def tensors(*shape, n=2):
-    return [torch.zeros(shape) for _ in range(n)]
-
-
-def warm(call, *arrays, **told):
-    """Calls, until another one of the form is not read in full."""
-    for _ in range(3):
-        found = call(*arrays, **told)
-    count = call.read
-    call(*arrays, **told)
-    assert call.read == count, "it is expected"
-    RUNS.clear()
-    call.read = call.planned = 0
-    return found
 
 
 # ---- what is served ---------------------------------------------------------------------------------------------------
@@ -399,110 +329,6 @@ def test_forms_that_take_turns(summed, columns):
             summed(*given, None, None, None)
         assert summed.planned == 0 and [run[1:3] for run in RUNS] == [(2.0 * len(x), x.data_ptr()) for x, _ in forms * 2]
         assert (summed.read > 0) == read
-
-
-# ---- what grows -------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def many():
-    def planner(problem):
-        batch, rows = problem("BS")
-        if rows > 50:
-            raise ValueError("x: has too many rows")
-        number = batch * rows + (1000 if rows > 30 else 0)
-        places = tuple([problem[name].source for name in ("x", "y", "out")])
-        return Plan([made(noted, places, number)], [((batch, rows), "float32")])
-
-    return Counted(MANY, planner)
-
-
-def called(many, batch, rows, room=64):
-    x, y = (torch.zeros(batch, room, 8)[:, :rows] for _ in range(2))
-    out = many(x, y, None, options=())
-    assert out.shape == (batch, rows, 8)
-    assert RUNS[-1] == (7, batch * rows + (1000 if rows > 30 else 0), x.data_ptr(), y.data_ptr(), out.data_ptr())
-
-
-def test_lengths_that_grow_are_not_read(many):
-    """From the third on, until a question of the planner's has another answer: then again from the third on."""
-    read = []
-    for rows in range(2, 51):
-        count = many.read
-        called(many, 2, rows)
-        read.append(many.read - count)
-    assert many.planned == 2 and read == [1, 1, *[0] * 27, 1, 1, *[0] * 18]
-    for rows in (20, 20, 40, 20, 21, 41):  # both are remembered
-        called(many, 2, rows)
-    assert many.planned == 2
-    with pytest.raises(ValueError, match="^x: has too many rows"):
-        called(many, 2, 51)
-
-
-def test_what_grows_may_be_more_than_it_was(many):
-    """Rows, batches, then strides: each is free from then on, and none is taken for what it was."""
-    for batch, rows, room in [(1, 5, 64), (1, 6, 64), (1, 7, 64), (2, 7, 64), (3, 8, 64), (3, 9, 70), (2, 10, 71), (1, 9, 80)]:
-        called(many, batch, rows, room)
-    called(many, 3, 3)  # several batches are expected again
-    many.read = 0
-    for batch, rows, room in [(4, 11, 90), (5, 4, 91), (4, 11, 90), (5, 25, 64)]:
-        called(many, batch, rows, room)
-    assert many.read == 0 and many.planned == 2  # a batch of one is one of the planner's questions
-
-
-def test_other_extents_than_those_that_grow_are_read(many):
-    for rows in range(2, 8):
-        called(many, 2, rows)
-    x, y = (torch.zeros(2, 9, 8) for _ in range(2))
-    with pytest.raises(ValueError, match="y"):
-        many(x, y[:, :8], None, options=())
-    with pytest.raises(ValueError, match="y"):
-        many(x, y[..., :4], None, options=())
-    with pytest.raises(TypeError, match="y: dtype"):
-        many(x, y.to(torch.int32), None, options=())
-    called(many, 2, 9)
-
-
-def test_it_is_written_a_few_times(many, monkeypatch):
-    written, real = [], growing.again.made
-    monkeypatch.setattr(growing.again, "made", lambda *args: written.append(args) or real(*args))
-    rng = np.random.default_rng(1)
-    for _ in range(200):
-        called(many, int(rng.integers(2, 5)), int(rng.integers(1, 50)), int(rng.integers(50, 90)))
-    assert len(written) <= 3 * growing.TRIES
-
-
-def test_threads(many):
-    """Eight, whose lengths differ: nobody gets what another one asked for."""
-    failed, start = [], threading.Barrier(8)
-    local = threading.local()
-
-    class Mine(list):
-        def append(self, run):
-            local.run = run
-
-        def clear(self):
-            pass
-
-    def work(me):
-        start.wait()
-        try:
-            for n in range(300):
-                batch, rows = 2 + me % 3, 2 + (n * (me + 1)) % 28
-                x, y = (torch.zeros(batch, 64, 8)[:, :rows] for _ in range(2))
-                out = many(x, y, None, options=())
-                wanted = (7, batch * rows, x.data_ptr(), y.data_ptr(), out.data_ptr())
-                if out.shape != (batch, rows, 8) or local.run != wanted:
-                    failed.append((wanted, local.run, out.shape))
-        except Exception as error:
-            failed.append(error)
-
-    runs, globals()["RUNS"] = RUNS, Mine()
-    try:
-        threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    finally:
-        globals()["RUNS"] = runs
-    assert not failed, failed[:3]
 
 
 # ---- torch.compile ----------------------------------------------------------------------------------------------------
