@@ -3,7 +3,10 @@ all dS, which they leave in shared memory, a third one makes, apart: dK and dQ.
 
 So nobody who makes exponentials waits for a product of dQ, stores one, or holds dK. dS of a tile is published behind the next
 one's scores. dK^T = Q^T dS takes dS of all keys as its right operand, which reads less of shared memory than dK would.
-dQ leaves as in hopper.py. 512 threads have registers for this in heads of up to 64 columns whose scores take few (`serves`)."""
+dQ leaves as in hopper.py. 512 threads have registers for this in heads of up to 64 columns whose scores take few (`serves`).
+
+Where something is made of scores, the consumers find their weights in turns: so one's exponentials run under the other's products,
+and not beside its exponentials."""
 
 import functools
 import itertools
@@ -70,7 +73,7 @@ def make(config: Config):
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
-    BENDS, (keep, take, claim) = variant.bends, REGISTERS
+    BENDS, TURNS, (keep, take, claim) = variant.bends, variant.scored, REGISTERS
     smem = shared(
         k=ring(config.key, 1, READERS),
         v=ring(config.value, 1, READERS),
@@ -81,6 +84,7 @@ def make(config: Config):
         sums=ring(config.of_rows, config.stages, READERS),
         **brought.rings(1, READERS),
     )
+    turn = warpgroup.ping_pong(CONSUMERS)
 
     @inlined
     def publish(j, rings):
@@ -98,6 +102,8 @@ def make(config: Config):
             publish(j - 1, rings)  # so late because the fence waits for what is stored: here the scores run
         of_rows = sums.wait(j)
         s = turned(warpgroup.wait(s))
+        if TURNS:
+            turn.take(warpgroup.id())
         q.release(j)
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # asked anew, for registers' sake
         at = brought.by_keys(bias, j, at, warpgroup.id())
@@ -106,6 +112,8 @@ def make(config: Config):
         if BENDS:
             bend = INPUT(bend)  # for registers' sake
         p = tiling.weights(s, load(subtile(of_rows, ROWS, 0), S.col_vec), cut, at, mine, scale)
+        if TURNS:
+            turn.give(warpgroup.id())
         dout = do.wait(j)
         dp = warpgroup.mm_ABt(values, dout)
         weights = INPUT(turned(p))
@@ -177,6 +185,8 @@ def make(config: Config):
             store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, kv_head, 16 * warpgroup.rank()), 1, 3, True)
         else:
             warpgroup.claim_registers(claim)
+            if TURNS:
+                turn.begin(me)
             dv, rings = zeros(DV), (q, do, ds, dq, sums, bias)
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * order.start(every)))
