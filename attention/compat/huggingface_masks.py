@@ -112,8 +112,8 @@ def _small(seen: Seen, batch: int, device: Any) -> Any:
 
 
 def _said(mask_function: Callable) -> Seen | None:
-    """The window and the documents of a causal mask; None: it is another, or torch.compile, which made the function itself, does
-    not say what it holds (torch 2.13)."""
+    """The window and the documents of a causal mask; None: it is another, or torch.compile, which made the function itself,
+    does not say what it holds (torch 2.13)."""
     window, documents = None, None
     try:
         for piece in _pieces(mask_function):

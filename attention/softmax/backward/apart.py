@@ -5,8 +5,8 @@ So nobody who makes exponentials waits for a product of dQ, stores one, or holds
 one's scores. dK^T = Q^T dS takes dS of all keys as its right operand, which reads less of shared memory than dK would.
 dQ leaves as in hopper.py. 512 threads have registers for this in heads of up to 64 columns whose scores take few (`serves`).
 
-Where something is made of scores, the consumers find their weights in turns: so one's exponentials run under the other's products,
-and not beside its exponentials."""
+Where something is made of scores, the consumers find their weights in turns: so one's exponentials run under the other's
+products, and not beside its exponentials."""
 
 import functools
 import itertools
