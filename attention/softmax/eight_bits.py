@@ -60,6 +60,11 @@ class Config(Kind):
         return f"{super().__str__()}{self.units}" + " turned before" * self.turned.before
 
     @property
+    def local_bytes(self):
+        """What registers leave over, of a thread: of shapes that were timed to be faster all the same."""
+        return LOCAL.get((self.value_dim, self.kv), 0) if self.turned.before else 0
+
+    @property
     def part(self):
         """Columns of O that are taken up at a time: what registers have room for, of three consumers or two."""
         return min(self.value_dim, 64 if self.consumers > 2 else 128)
@@ -71,7 +76,13 @@ SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same 
 BLOCKED: dict[int, Any] = {64: (128, 3), 128: (256, 2)}  # the same of blocks that have units of their own
 BLOCKED_SHORT: dict[int, Any] = BLOCKED | {128: (128, 2)}  # the same of causal attention of up to SHORT keys
 BLOCKED_VARIED: dict[int, Any] = {64: (64, 3), 128: (128, 2)}
-TURNED: dict[int, Any] = {128: (128, 3, 3)}  # kv, consumers and stages where V is turned before
+# Where V is turned before: {padded head_dim: {from so many keys on: kv, consumers, stages}}
+TURNED: dict[int, dict[int, Any]] = {
+    64: {8192: (192, 3, 3)},
+    128: {0: (128, 3, 3), 8192: (160, 3, 2)},
+    256: {0: (128, 2, 2)},
+}
+LOCAL = {(128, 160): 8, (256, 128): 40}  # columns of V, keys of a tile: bytes
 SHORT = 2048
 MANY = 2048  # query rows that share a head of V, from which on turning it before pays
 ROUNDS = 1.05  # how much longer, by its rows alone, the kernel of TURNED may be busy than the other: it is that much faster
@@ -82,12 +93,18 @@ def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
     return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
 
 
-def pays_to_turn(padded: int, queries: int, pairs: int, group: int, processors: int) -> bool:
-    """Does plain attention, of so many queries of each pair of head and batch, `group` of which share one of V, take less time
-    where V is turned before?"""
-    if padded not in TURNED or queries * group < MANY:
+def turned_shape(padded: int, keys: float) -> Any:
+    """TURNED's shape for so many keys; None: there is none."""
+    return next((shape for least, shape in reversed(TURNED[padded].items()) if keys >= least), None)
+
+
+def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
+    """Does plain attention, of so many queries and keys of each pair of head and batch, `group` of which share one of V, take
+    less time where V is turned before?"""
+    shape = turned_shape(padded, keys)
+    if shape is None or queries * group < MANY:
         return False
-    (_, consumers), (_, more, _) = SHAPES[padded], TURNED[padded]
+    (_, consumers), (_, more, _) = SHAPES[padded], shape
     return busy(more, queries, pairs, processors) <= ROUNDS * busy(consumers, queries, pairs, processors)
 
 
@@ -111,7 +128,7 @@ def config_for(
     padded = padded_dim(head_dim, value_dim)
     plain = variant.plain and kind.get("lie", Batched) is Batched
     if before and plain and not units.by_block:
-        return Config(padded, padded, fp8e4m3, variant, *TURNED[padded], turned=Before(), **kind)
+        return Config(padded, padded, fp8e4m3, variant, *turned_shape(padded, keys), turned=Before(), **kind)
     if units.by_block:
         short = variant.rising and keys <= SHORT
         shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
@@ -126,7 +143,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, variant)
         for head_dim, variant in itertools.product(TURNED, (FULL, CAUSAL)):
-            yield config_for(head_dim, variant, before=True)
+            yield from (config_for(head_dim, variant, keys=keys, before=True) for keys in TURNED[head_dim])
         for head_dim, values in itertools.product(BLOCKED, (True, False)):
             yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
         yield config_for(128, CAUSAL, units=OfBlocks(True), keys=SHORT)

@@ -217,7 +217,7 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
         blocked = of_blocks(problem)
         units = OfBlocks("v_descale" in blocked, "k_descale" in problem) if blocked else eight_bits.HEADS
         batch, q_len, heads, kv_heads = problem("BSHG")
-        load = q_len, batch * heads, heads // kv_heads, gpu.processors
+        load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
         before = eight_bits.pays_to_turn(eight_bits.padded_dim(head_dim, value_dim), *load)
         return eight_bits.config_for(head_dim, made.variant, value_dim, units, kv_len, before, **kind)
     if tma:

@@ -196,8 +196,18 @@ def test_maxima_that_grow(place):
 
 @pytest.fixture
 def turned_before(monkeypatch):
-    """V is turned by a kernel before, wherever there is one for it."""
-    monkeypatch.setattr(eight_bits, "pays_to_turn", lambda padded, *_: padded in eight_bits.TURNED)
+    """V is turned by a kernel before, wherever there is one for it, and read as for so many keys."""
+
+    def of(keys=0):
+        shape = eight_bits.turned_shape
+        monkeypatch.setattr(eight_bits, "turned_shape", lambda padded, _: shape(padded, keys))
+        monkeypatch.setattr(eight_bits, "pays_to_turn", lambda padded, *_: shape(padded, keys) is not None)
+
+    of()
+    return of
+
+
+FORMS = [(dim, keys) for dim, shapes in eight_bits.TURNED.items() for keys in shapes]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +217,14 @@ def turned_before(monkeypatch):
 def test_values_turned_before(turned_before, seq_q, seq_kv, head_dim, causal):
     """Around the edges of tiles, and of what the kernel before makes: keys by 128, columns as they are."""
     agree(OnInterpreter(), *inputs(2, seq_q, seq_kv, 4, 2, head_dim), causal=causal, **units(2, 2))
+
+
+@pytest.mark.parametrize(("head_dim", "keys"), FORMS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_values_turned_before_in_every_form(turned_before, place, head_dim, keys, causal):
+    """Also where the last tile reaches beyond what the kernel before has made."""
+    turned_before(keys)
+    agree(place, *inputs(1, 193, 391, 2, 1, head_dim), causal=causal, **units(1, 1))
 
 
 def test_values_turned_before_on_either(turned_before, place):
@@ -244,21 +262,25 @@ def test_variants_have_their_values_turned_by_the_producer(turned_before):
 @pytest.mark.gpu
 def test_values_turned_before_on_the_card(card):
     """Where nobody asks for it: many queries read them."""
-    assert eight_bits.pays_to_turn(128, 2100, 12, 4, 132)
+    assert eight_bits.pays_to_turn(128, 2100, 700, 12, 4, 132)
     agree(card, *inputs(1, 2100, 700, 12, 3, 128), **units(1, 3))
     agree(card, *inputs(1, 2100, 2300, 12, 3, 128), causal=True)
+    agree(card, *inputs(1, 2100, 8200, 12, 3, 128))
+    agree(card, *inputs(1, 2100, 8200, 12, 3, 64), causal=True)
+    agree(card, *inputs(1, 2100, 2300, 12, 3, 256), causal=True)
 
 
 @pytest.mark.parametrize(
     ("problem", "pays"),
     [
-        ((128, 16384, 16, 1, 132), True),
-        ((128, 2048, 128, 1, 132), True),
-        ((128, 1536, 132, 1, 132), False),  # each number is read by too few queries
-        ((128, 576, 256, 4, 132), True),  # ... unless heads share it
-        ((128, 2048, 16, 1, 132), False),  # 192 rows a tile are two rounds of 192, as 128 are two of 128
-        ((64, 16384, 32, 1, 132), False),
-        ((256, 16384, 8, 1, 132), False),
+        ((128, 16384, 16384, 16, 1, 132), True),
+        ((128, 2048, 2048, 128, 1, 132), True),
+        ((128, 1536, 2048, 132, 1, 132), False),  # each number is read by too few queries
+        ((128, 576, 2048, 256, 4, 132), True),  # ... unless heads share it
+        ((128, 2048, 2048, 16, 1, 132), False),  # 192 rows a tile are two rounds of 192, as 128 are two of 128
+        ((64, 16384, 16384, 32, 1, 132), True),
+        ((64, 16384, 4096, 32, 1, 132), False),  # of few keys it gains nothing
+        ((256, 16384, 16384, 8, 1, 132), True),
     ],
 )
 def test_when_it_pays_to_turn_values_before(problem, pays):
