@@ -82,6 +82,7 @@ TURNED: dict[int, dict[int, Any]] = {
     128: {0: (128, 3, 3), 8192: (160, 3, 2)},
     256: {0: (128, 2, 2)},
 }
+BLOCKED_TURNED: dict[int, Any] = {128: (128, 3, 3)}  # the same of blocks that have units of their own, for any keys
 LOCAL = {(128, 160): 8, (256, 128): 40}  # columns of V, keys of a tile: bytes
 SHORT = 2048
 MANY = 2048  # query rows that share a head of V, from which on turning it before pays
@@ -127,8 +128,9 @@ def config_for(
     a Kind says."""
     padded = padded_dim(head_dim, value_dim)
     plain = variant.plain and kind.get("lie", Batched) is Batched
-    if before and plain and not units.by_block:
-        return Config(padded, padded, fp8e4m3, variant, *turned_shape(padded, keys), turned=Before(), **kind)
+    if before and plain and (shape := BLOCKED_TURNED.get(padded) if units.by_block else turned_shape(padded, keys)):
+        kind |= {"units": units.of_tiles(shape[0]), "turned": Before()}
+        return Config(padded, padded, fp8e4m3, variant, *shape, **kind)
     if units.by_block:
         short = variant.rising and keys <= SHORT
         shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
@@ -146,6 +148,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             yield from (config_for(head_dim, variant, keys=keys, before=True) for keys in TURNED[head_dim])
         for head_dim, values in itertools.product(BLOCKED, (True, False)):
             yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
+        for head_dim, values in itertools.product(BLOCKED_TURNED, (True, False)):
+            yield config_for(head_dim, CAUSAL, units=OfBlocks(values), before=True)
         yield config_for(128, CAUSAL, units=OfBlocks(True), keys=SHORT)
 
 

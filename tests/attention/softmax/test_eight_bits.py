@@ -256,7 +256,12 @@ def test_variants_have_their_values_turned_by_the_producer(turned_before):
     q, k, v = inputs(1, 141, 141, 1, 1, 128)
     agree(OnInterpreter(), q, k, v, window=(20, 0))
     agree(OnInterpreter(), q, k, v, cu_seqlens=np.int32([0, 40, 141]))
-    agree(OnInterpreter(), q, k, v, **block_units(q, k, v))
+
+
+@pytest.mark.parametrize("values", [True, False], ids=["of values, too", "of keys"])
+def test_values_turned_before_with_descales_of_blocks(turned_before, place, values):
+    q, k, v = inputs(1, 211, 301, 2, 1, 128)
+    agree(place, q, k, v, causal=True, **block_units(q, k, v, *(UNITS if values else UNITS[:2])))
 
 
 @pytest.mark.gpu
