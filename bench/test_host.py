@@ -106,6 +106,7 @@ def _calls():
     tokens, decays = [longer(x) for x in few], longer(decay)
     compiled = torch.compile(attention.forward, fullgraph=True)
     documents = torch.arange(128, device="cuda", dtype=torch.int32) // 50
+    in_use = torch.full((1,), 128, device="cuda", dtype=torch.int32)
     return {
         "forward, out=": (functools.partial(attention.forward, out=out), lambda n: (q, k, v)),
         "forward": (attention.forward, lambda n: (q, k, v)),
@@ -118,6 +119,7 @@ def _calls():
         "forward, out=, three sets": (functools.partial(attention.forward, out=out), lambda n: sets[n % 3]),
         "forward, new addresses": (attention.forward, lambda n: (moving[n], moving[n - 1], moving[n - 2])),
         "forward, new length": (attention.forward, lambda n: (*one, keys[n], values[n])),
+        "decode": (functools.partial(attention.decode, lengths=in_use), lambda n: (one, *cache)),
         "linear, new length": (attention.linear, lambda n: tuple(x[n] for x in tokens)),
         "linear with decay, new length": (
             lambda *x: attention.linear(*x[:3], decay=x[3]),
@@ -130,7 +132,7 @@ def _calls():
 NAMES = (
     "forward, out=", "forward", "forward, window", "forward, mask", "torch SDPA",
     "forward under torch.compile", "nothing under torch.compile",
-    "SDPA under torch.compile", "forward, out=, three sets", "forward, new addresses", "forward, new length",
+    "SDPA under torch.compile", "forward, out=, three sets", "forward, new addresses", "forward, new length", "decode",
     "linear, new length", "linear with decay, new length",
     "forward, lse", "forward with autograd", "empty Function", "SDPA with autograd",
     "backward", "backward through autograd", "backward, empty Function", "backward, SDPA",
