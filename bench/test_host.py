@@ -119,7 +119,7 @@ def _calls():
         "forward, out=, three sets": (functools.partial(attention.forward, out=out), lambda n: sets[n % 3]),
         "forward, new addresses": (attention.forward, lambda n: (moving[n], moving[n - 1], moving[n - 2])),
         "forward, new length": (attention.forward, lambda n: (*one, keys[n], values[n])),
-        "decode": (functools.partial(attention.decode, lengths=in_use), lambda n: (one, *cache)),
+        "decode": (functools.partial(attention.decode, lengths=in_use), lambda n: (*one, *cache)),
         "linear, new length": (attention.linear, lambda n: tuple(x[n] for x in tokens)),
         "linear with decay, new length": (
             lambda *x: attention.linear(*x[:3], decay=x[3]),
