@@ -82,7 +82,7 @@ TURNED: dict[int, dict[int, Any]] = {
     128: {0: (128, 3, 3), 8192: (160, 3, 2)},
     256: {0: (128, 2, 2)},
 }
-BLOCKED_TURNED: dict[int, Any] = {128: (128, 3, 3)}  # the same of blocks that have units of their own, for any keys
+BLOCKED_TURNED: dict[int, Any] = {128: (128, 3, 3)}  # the same of blocks that have units of their own
 LOCAL = {(128, 160): 8, (256, 128): 40}  # columns of V, keys of a tile: bytes
 SHORT = 2048
 MANY = 2048  # query rows that share a head of V, from which on turning it before pays
@@ -97,6 +97,11 @@ def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
 def turned_shape(padded: int, keys: float) -> Any:
     """TURNED's shape for so many keys; None: there is none."""
     return next((shape for least, shape in reversed(TURNED[padded].items()) if keys >= least), None)
+
+
+def blocked_shape(padded: int, keys: float, variant: Variant) -> Any:
+    """The same where blocks have units of their own."""
+    return None if variant.rising and keys <= SHORT else BLOCKED_TURNED.get(padded)
 
 
 def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
@@ -128,7 +133,8 @@ def config_for(
     a Kind says."""
     padded = padded_dim(head_dim, value_dim)
     plain = variant.plain and kind.get("lie", Batched) is Batched
-    if before and plain and (shape := BLOCKED_TURNED.get(padded) if units.by_block else turned_shape(padded, keys)):
+    shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)
+    if before and plain and shape:
         kind |= {"units": units.of_tiles(shape[0]), "turned": Before()}
         return Config(padded, padded, fp8e4m3, variant, *shape, **kind)
     if units.by_block:
