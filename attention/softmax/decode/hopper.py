@@ -32,14 +32,15 @@ from .splits import Parted, Shares
 KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share them out
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING = (40, 232), (56, 224)  # registers a thread of producer and consumers
-STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: tiles of keys, and of values, in shared memory
+STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: tiles of keys, and of values, that there is room for
+ROUNDS = {64: 1, 96: 1, 128: 1, 192: 1, 256: 1}  # in so many consumers give each other their halves of O
 PIECE = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel: which caches it reads, what becomes of their scores, where the output goes: as attend.py's. feed: what fills
-    the rings."""
+    the rings, of so many stages."""
 
     head_dim: int
     value_dim: int
@@ -50,6 +51,7 @@ class Config:
     result: Whole | Either
     sums: Variant
     split: type[Parted]
+    stages: int
     axes: tuple[int, ...] = ()
     early = True  # it begins while the grid before it ends
     band, kv, resident = warpgroup.ROWS, KV, 1  # rows of a tile, keys; blocks that a multiprocessor is to hold
@@ -71,13 +73,19 @@ def config_for(
     head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, held: Along | None, result: Whole | Either,
     sums: Variant, split: type[Parted], axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
-    """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered."""
+    """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered.
+
+    By TMA a consumer has stages of its own, an even number for both. If it found the other's tiles in them, too, it would wait
+    for every other phase of a barrier, and a parity does not tell a phase from the one before the last: a tile that is later
+    than its successors would be taken for the next one in its place. Gathered tiles are published in order."""
     padded, wide = (min(d for d in STAGES if d >= dim) for dim in (head_dim, value_dim))
-    feed: Any = ByTma(KV, held) if held is not None else None
-    if feed is None:
+    stages = STAGES[max(padded, wide)]
+    if held is None:
         rows = KV // WARPGROUP
-        feed = Gathered(st(rows, padded, of), st(rows, wide, of), STAGES[max(padded, wide)] - 2, PIECE)
-    return Config(padded, wide, of, variant, reach, feed, result, sums, split, axes)
+        feed: Any = Gathered(st(rows, padded, of), st(rows, wide, of), stages - 2, PIECE)
+    else:
+        feed, stages = ByTma(KV, held), stages // CONSUMERS * CONSUMERS
+    return Config(padded, wide, of, variant, reach, feed, result, sums, split, stages, axes)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -114,15 +122,16 @@ def make(config: Config):
     K, V = st(KV, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
     QUERIES = st(BAND, config.head_dim, INPUT)
     Q = rt(16, QUERIES.panel_cols, INPUT)
-    O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
-    H, STAGED = rt(16, HALF, fp32), STAGES[max(config.head_dim, config.value_dim)]
+    STAGED, ROUNDS_ = config.stages, ROUNDS[max(config.head_dim, config.value_dim)]
+    O, HALF, EACH = rt(16, config.value_dim, fp32), config.value_dim // 2, config.value_dim // (2 * ROUNDS_)
+    H = rt(16, EACH, fp32)
     PANELS, LEFT = QUERIES.panels, reach.left
     softmax = Softmax(O)
     smem = shared(
         q=QUERIES,
         k=ring(K, STAGED, WARPGROUP, writers=feed.writers),
         v=ring(V, STAGED, WARPGROUP, writers=feed.writers),
-        other=st(CONSUMERS * BAND, HALF, fp32),
+        other=st(CONSUMERS * BAND, EACH, fp32),
         tops=sv(CONSUMERS * BAND, fp32),
         sums=sv(CONSUMERS * BAND, fp32),
     )
@@ -167,12 +176,18 @@ def make(config: Config):
         return seen._replace(o=o)
 
     @inlined
+    def whole(kept, pipes, me, mine, its, l, spot, col, given):
+        """Some columns of O, from `col` on, go where they belong: what this consumer kept and what the other gave."""
+        o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
+        result.store(o / maximum(l, TINY), spot, col, given)
+
+    @inlined
     def finish(seen, pipes, me, at, scale, spot, given):
         """What both consumers have seen goes where it belongs."""
         own = finish_sum(seen.l)
         warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
         warpgroup.store(subtile(pipes.sums, BAND, me), own)
-        given_away = columns(seen.o, HALF, 1) if me == 0 else columns(seen.o, HALF, 0)
+        given_away = columns(seen.o, EACH, ROUNDS_) if me == 0 else columns(seen.o, EACH, 0)
         warpgroup.store(subtile(pipes.other, BAND, me), given_away)
         warpgroup.sync_several(CONSUMERS)
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
@@ -183,9 +198,15 @@ def make(config: Config):
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
         if result.joins(spot):
             l = sums.total(l, m, scale, at)
-        kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
-        o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
-        result.store(o / maximum(l, TINY), spot, int32(HALF * me), given)
+        kept = columns(seen.o, EACH, 0) if me == 0 else columns(seen.o, EACH, ROUNDS_)
+        whole(kept, pipes, me, mine, its, l, spot, int32(HALF * me), given)
+        if ROUNDS_ > 1:
+            warpgroup.sync_several(CONSUMERS)
+            given_away = columns(seen.o, EACH, ROUNDS_ + 1) if me == 0 else columns(seen.o, EACH, 1)
+            warpgroup.store(subtile(pipes.other, BAND, me), given_away)
+            warpgroup.sync_several(CONSUMERS)
+            kept = columns(seen.o, EACH, 1) if me == 0 else columns(seen.o, EACH, ROUNDS_ + 1)
+            whole(kept, pipes, me, mine, its, l, spot, int32(HALF * me + EACH), given)
         if me == 0:
             result.store_sums(m + log2(l) / scale, scale, spot, given)
 
