@@ -33,14 +33,13 @@ KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share them out
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING = (40, 232), (56, 224)  # registers a thread of producer and consumers
 STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: tiles of keys, and of values, that there is room for
-ROUNDS = {64: 1, 96: 1, 128: 1, 192: 1, 256: 1}  # in so many consumers give each other their halves of O
 PIECE = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel: which caches it reads, what becomes of their scores, where the output goes: as attend.py's. feed: what fills
-    the rings, of so many stages."""
+    the rings, which have so many `stages`."""
 
     head_dim: int
     value_dim: int
@@ -75,9 +74,9 @@ def config_for(
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered.
 
-    By TMA a consumer has stages of its own, an even number for both. If it found the other's tiles in them, too, it would wait
-    for every other phase of a barrier, and a parity does not tell a phase from the one before the last: a tile that is later
-    than its successors would be taken for the next one in its place. Gathered tiles are published in order."""
+    What TMA brings may come in any order, so that each consumer must have stages of its own: an even number. If they took turns
+    at one, each would wait for every other phase of its barrier. These have the same parity: while the other's tile is under
+    way the wait would be over at once, and the stage given back twice. Gathered tiles come in order."""
     padded, wide = (min(d for d in STAGES if d >= dim) for dim in (head_dim, value_dim))
     stages = STAGES[max(padded, wide)]
     if held is None:
@@ -122,16 +121,15 @@ def make(config: Config):
     K, V = st(KV, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
     QUERIES = st(BAND, config.head_dim, INPUT)
     Q = rt(16, QUERIES.panel_cols, INPUT)
-    STAGED, ROUNDS_ = config.stages, ROUNDS[max(config.head_dim, config.value_dim)]
-    O, HALF, EACH = rt(16, config.value_dim, fp32), config.value_dim // 2, config.value_dim // (2 * ROUNDS_)
-    H = rt(16, EACH, fp32)
+    O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
+    H, STAGED = rt(16, HALF, fp32), config.stages
     PANELS, LEFT = QUERIES.panels, reach.left
     softmax = Softmax(O)
     smem = shared(
         q=QUERIES,
         k=ring(K, STAGED, WARPGROUP, writers=feed.writers),
         v=ring(V, STAGED, WARPGROUP, writers=feed.writers),
-        other=st(CONSUMERS * BAND, EACH, fp32),
+        other=st(CONSUMERS * BAND, HALF, fp32),
         tops=sv(CONSUMERS * BAND, fp32),
         sums=sv(CONSUMERS * BAND, fp32),
     )
@@ -176,18 +174,12 @@ def make(config: Config):
         return seen._replace(o=o)
 
     @inlined
-    def whole(kept, pipes, me, mine, its, l, spot, col, given):
-        """Some columns of O, from `col` on, go where they belong: what this consumer kept and what the other gave."""
-        o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
-        result.store(o / maximum(l, TINY), spot, col, given)
-
-    @inlined
     def finish(seen, pipes, me, at, scale, spot, given):
         """What both consumers have seen goes where it belongs."""
         own = finish_sum(seen.l)
         warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
         warpgroup.store(subtile(pipes.sums, BAND, me), own)
-        given_away = columns(seen.o, EACH, ROUNDS_) if me == 0 else columns(seen.o, EACH, 0)
+        given_away = columns(seen.o, HALF, 1) if me == 0 else columns(seen.o, HALF, 0)
         warpgroup.store(subtile(pipes.other, BAND, me), given_away)
         warpgroup.sync_several(CONSUMERS)
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
@@ -198,15 +190,9 @@ def make(config: Config):
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
         if result.joins(spot):
             l = sums.total(l, m, scale, at)
-        kept = columns(seen.o, EACH, 0) if me == 0 else columns(seen.o, EACH, ROUNDS_)
-        whole(kept, pipes, me, mine, its, l, spot, int32(HALF * me), given)
-        if ROUNDS_ > 1:
-            warpgroup.sync_several(CONSUMERS)
-            given_away = columns(seen.o, EACH, ROUNDS_ + 1) if me == 0 else columns(seen.o, EACH, 1)
-            warpgroup.store(subtile(pipes.other, BAND, me), given_away)
-            warpgroup.sync_several(CONSUMERS)
-            kept = columns(seen.o, EACH, 1) if me == 0 else columns(seen.o, EACH, ROUNDS_ + 1)
-            whole(kept, pipes, me, mine, its, l, spot, int32(HALF * me + EACH), given)
+        kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
+        o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
+        result.store(o / maximum(l, TINY), spot, int32(HALF * me), given)
         if me == 0:
             result.store_sums(m + log2(l) / scale, scale, spot, given)
 

@@ -101,7 +101,9 @@ def test_every_head_dim_in_tiles_of_64(place, head_dim):
     agree(place, *inputs, (70, 130), size=size, family="sm_90")
 
 
-@pytest.mark.parametrize(("head_dim", "size"), [(64, None), (96, None), (128, None), (128, 64), (128, 16), (192, None), (256, None)])
+@pytest.mark.parametrize(
+    ("head_dim", "size"), [(64, None), (96, None), (128, None), (128, 64), (128, 16), (192, None), (256, None)]
+)
 def test_tiles_of_64_go_round(head_dim, size):
     """One block's keys fill each ring more than twice: no consumer takes a phase for the one before the last, whatever TMA
     brings first."""
