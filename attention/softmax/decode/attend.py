@@ -114,7 +114,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     163 * 1024: {},
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
-SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times; and of 16 bits
+SHARED = {128: (32, 4, 2, 1)}  # the same of 16 bits, and of fp8 in shares, where a block begins and ends several times
 NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
 SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were

@@ -103,7 +103,7 @@ class AsTheyAre:
 
     @inlined
     def ahead(self, spec, head, col, given):
-        """What `queries` needs of memory for some columns, which have a vector `spec`: asked for before the queries are here."""
+        """What `queries` needs of memory for some columns, a vector `spec`: asked for before the queries are here."""
         return 0
 
     @inlined
