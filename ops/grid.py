@@ -14,13 +14,15 @@ done. In a launch that is not early `wait` is over at once. The interpreter runs
 this."""
 
 from tiles import ptx
-from tiles.op import inlined, lowers, op
+from tiles.op import inlined, integer, lowers, op
 from tiles.plumbing import void
 
 
 @op
-def wait():
-    """Wait until the grid before this one is done. What it wrote is then visible to this thread, and to what waits for it."""
+def wait(after=None):
+    """Wait until the grid before this one is done. What it wrote is then visible to this thread, and to what waits for it.
+    after: an integer that is computed before. The compiler begins with a wait as soon as it can, and leaves behind it what a
+    block might compute meanwhile, such as where its tiles lie."""
 
 
 @op
@@ -28,7 +30,13 @@ def release():
     """The grid after this one may begin, if it is launched early, once every block of this grid has called this or is done."""
 
 
-lowers(wait)(lambda: (void, ptx.grid_wait))
+@lowers(wait)
+def _(after):
+    if not (after is None or integer(after)):
+        raise TypeError(f"grid.wait: `after` must be an integer, got {after}")
+    return void, lambda b, value: ptx.grid_wait(b, None if after is None else b.u32(value))
+
+
 lowers(release)(lambda: (void, ptx.grid_release))
 
 

@@ -65,10 +65,15 @@ def cluster_wait(b):
     b.do("barrier.cluster.wait.acquire.aligned;")
 
 
-def grid_wait(b):
-    """Until the grids that this one was launched early after are done, and what they wrote is visible; from sm_90 on."""
+def grid_wait(b, after=None):
+    """Until the grids that this one was launched early after are done, and what they wrote is visible; from sm_90 on. after: a
+    32-bit register that is computed before. ptxas puts a wait before all that it does not order, so it takes a turn by this."""
     with b.if_then(b.since(90)):
-        b.do("griddepcontrol.wait;")
+        if after is None:
+            b.do("griddepcontrol.wait;")
+        else:
+            turn = "{\n.reg .pred p;\nsetp.lt.s32 p, $0, 0;\n@p griddepcontrol.wait;\n@!p griddepcontrol.wait;\n}"
+            b.do(turn, after)
 
 
 def grid_release(b):

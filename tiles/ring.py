@@ -43,7 +43,8 @@ CLUSTER_END = 8  # most blocks of a cluster
 @dataclass(frozen=True)
 class ring:
     """`stages` copies of one shared tile or vector. `readers`: how many warps release each before its slot is filled again.
-    `writers`: how many warps store it, each its part; 0 if TMA loads it.
+    `writers`: how many warps store it, each its part; 0 if TMA loads it. Where readers take turns at tiles, `stages` must be a
+    multiple of how many there are: who waits for every other tile of a slot takes the one for the other.
 
     `blocks`: so many blocks, a cluster, want the same tiles, and each tile is read from global memory once: every block
     loads its `part` of the rows for all of them (TMA multicast), as soon as `readers` warps of each have released the slot.

@@ -58,9 +58,9 @@ def make(config: Config):
         last_row = min(row + ROWS, tokens * group) - 1
         spot = Spot(sequence, 0, 0, sequence, True, row, int32(row // group), int32(last_row // group), group)
         m, l, o = full(O.col_vec, LOWEST), zeros(O.col_vec), zeros(O)
-        if EARLY:
-            grid.wait()
         for n in range(splits):
+            if EARLY and n == 0:
+                grid.follow()  # in the loop, before which the compiler puts all that computes addresses
             x, part = load(sums_, O.col_vec, (n, sequence, 0, row)), load(parts, O, (n, sequence, 0, row, col), 3, 4, True)
             most = maximum(m, x)
             lag, weight = exp2((m - most) * scale), exp2((x - most) * scale)

@@ -102,6 +102,16 @@ class Variant:
         return x
 
     @inlined
+    def ahead(self, spec, at, col):
+        """What `queries_by` needs of memory for some columns, which are a `spec`: asked for before the queries are here."""
+        return 0
+
+    @inlined
+    def queries_by(self, x, of_queries, ahead, at, col):
+        """queries(x, of_queries, at, col), of what was asked for ahead."""
+        return self.queries(x, of_queries, at, col)
+
+    @inlined
     def keys(self, first, last, at):
         """The Keys of rows `first` to `last`."""
         return Keys(0, at.keys, 0, at.keys)
@@ -241,6 +251,22 @@ class Both(Variant):
             return self.one.queries(x, of_queries, at, col)
         else:
             return self.other.queries(x, of_queries, at, col)
+
+    @inlined
+    def ahead(self, spec, at, col):
+        """See Variant."""
+        if self.one.prepares:
+            return self.one.ahead(spec, at, col)
+        else:
+            return self.other.ahead(spec, at, col)
+
+    @inlined
+    def queries_by(self, x, of_queries, ahead, at, col):
+        """See Variant."""
+        if self.one.prepares:
+            return self.one.queries_by(x, of_queries, ahead, at, col)
+        else:
+            return self.other.queries_by(x, of_queries, ahead, at, col)
 
     @inlined
     def keys(self, first, last, at):

@@ -90,10 +90,12 @@ def test_a_grid_waits_and_releases(run, sample):
 
     @cuda.jit
     def body(x, y):
-        grid.wait()
+        grid.wait(cuda.blockIdx.x)
         grid.release()
         store(y, load(x, T, (0, 0)), (0, 0))
 
     x, y = sample((16, 16)), blank((16, 16))
     run(body, x, y)
     assert (y == x).all()
+    with pytest.raises(TypeError, match="^grid.wait: `after` must be an integer, got float32"):
+        run(cuda.jit(lambda x, y: grid.wait(x[0, 0])), x, y)

@@ -11,10 +11,12 @@ import tiles
 from ops import (
     causal,
     col_max,
+    divmod,
     exp,
     exp2,
     finish_sum,
     full,
+    grid,
     lane_sum,
     less,
     load,
@@ -322,3 +324,17 @@ def test_the_loop_of_an_online_softmax():
 
 
 PARTIAL = replace(T.col_vec, partial=True)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_grid_waits_when_told(held):
+    """A wait is the first that a block does, unless it comes after a quotient."""
+
+    @cuda.jit
+    def body(y, n):
+        quotient, _ = divmod(cuda.blockIdx.x, n)
+        grid.wait(quotient if held else None)
+        y[quotient] = 1.0
+
+    order = [i.opcode.split(".")[0] for i in sass.listing(code(body, blank((4,)), 3))]
+    assert (order.index("ACQBULK") > order.index("I2F")) == held

@@ -43,7 +43,7 @@ from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
 from .products import Narrow, NarrowByKey, Same
-from .reach import Reach
+from .reach import Everything, Reach
 from .results import Either, Part, PartOfPacked, Spot, Whole
 from .splits import Parted, Shares
 from .tokens import Alike, OneBehindTheOther
@@ -114,7 +114,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     163 * 1024: {},
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
-SHARED = {128: (32, 4, 2, 1)}  # the same for shares of all sequences, where a block begins and ends several times
+SHARED = {128: (32, 4, 2, 1)}  # the same of 16 bits, and of fp8 in shares, where a block begins and ends several times
 NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
 SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
@@ -137,8 +137,9 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
-    if split is Shares and room == LARGE:
+    if room == LARGE and (split is Shares or type(product) is Same):
         short |= SHARED
+    if room == LARGE and split is Shares:
         plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
         high = high | SHARED_TALL if plain else high
     tall = tall and keys_norm.slim and dim in high
@@ -215,6 +216,7 @@ def make(config: Config):
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
     IN_PARTS = type(result) is not Whole
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
+    SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
     Q, ROWS = rt(BAND, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(BAND, config.head_dim, fp32)
     KEY = rt(KEYS, st(KEYS, config.head_dim, HELD).panel_cols, fp32)
@@ -226,6 +228,7 @@ def make(config: Config):
     COLUMNS = config.value_dim // PARTS
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
+    KNOWS = type(reach) is Everything and not reach.padded and config.lie is Alike  # from numbers alone, where its keys lie?
     PIPES = product.pipes(KV, STAGES, WARPS)
     GROUPS, AHEAD = 2 + len(PIPES), STAGES - 1  # groups of copies that bring a tile; tiles under way
     NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # groups that are younger than keys, or values, that are waited for
@@ -256,17 +259,33 @@ def make(config: Config):
             return None
 
     @inlined
-    def taken(q, at, head, scratch):
-        """Queries, once they are here, as the products take them, and what scores must know of them."""
+    def ahead(i, at, head):
+        """What panel i of the queries takes of memory to become what the products take."""
+        return variant.ahead(Q.row_vec, at, int32(Q.cols * i)), norm.ahead(Q.row_vec, head, int32(Q.cols * i), at.given)
+
+    @inlined
+    def panel(tile, made, i, known, of_queries, asked, at, head):
+        """Panel i of the queries, as the products take it; gives what is known of this one, too."""
+        x = variant.queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], at, Q.cols * i)
+        y = product.queries(norm.queries(x, asked[1]))
+        store(subtile(made, BAND, 0, Q.cols, i), y)
+        return norm.more(known, x, y, head, Q.cols * i, at.given)
+
+    @inlined
+    def taken(q, at, head, asked, scratch):
+        """Queries, once they are here, as the products take them, and what scores must know of them. asked: what a warp's own
+        panel takes of memory, if that was asked for."""
         tile = q.wait(0, GROUPS * AHEAD)
         if SAME:
             return tile, None
         made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, at), norm.begin(zeros(O.col_vec))
-        for i in range(int32(cuda.threadIdx.x // LANES), QUERY.panels, WARPS):
-            x = variant.queries(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, at, Q.cols * i)
-            y = product.queries(norm.queries(x, head, Q.cols * i, at.given))
-            store(subtile(made, BAND, 0, Q.cols, i), y)
-            known = norm.more(known, x, y, head, Q.cols * i, at.given)
+        warp = int32(cuda.threadIdx.x // LANES)
+        if SOON:
+            if warp < QUERY.panels:
+                known = panel(tile, made, warp, known, of_queries, asked, at, head)
+        else:
+            for i in range(warp, QUERY.panels, WARPS):
+                known = panel(tile, made, i, known, of_queries, ahead(i, at, head), at, head)
         block.sync(fenced=True)
         return made, norm.whole(known, scratch)
 
@@ -292,12 +311,12 @@ def make(config: Config):
         the keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         opened = smem.open()
         q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
-        if EARLY:
-            if IN_PARTS:
-                grid.release()  # combine.py's blocks may come, and wait
-            grid.wait()
+        if EARLY and IN_PARTS:
+            grid.release()  # combine.py's blocks may come, and wait
         rest, band = divmod(cuda.blockIdx.x, bands)
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
+        if EARLY and not KNOWS:
+            grid.wait(int32(number + head + band))
         rows = lie.find(band, tokens, group, given)
         warp, row, tokens, begin = int32(cuda.threadIdx.x // LANES), rows.row, rows.tokens, int32(rows.start * group)
         end = int32(tokens * group)
@@ -313,6 +332,12 @@ def make(config: Config):
             tile = int32(max(work.tile, (sees.first - every.first) // KV))
             first = int32(every.first + KV * tile)
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
+            of_rows = row_index(O.col_vec) + row
+            token = of_rows // group
+            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
+            if EARLY and KNOWS:
+                grid.wait(int32(first + n))
+            asked = ahead(warp, at, head) if SOON else None  # before keys, behind which it would come late
             place = q.look_up(None, group, (0, spot.row), begin + end)  # a token's rows, and only these, lie in one place
             here = cache.look(k, gK, sequence, first, sees.end, given)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
@@ -326,12 +351,9 @@ def make(config: Config):
                 cache.fill(v, i, gV, here, sequence, key, head, sees.end, n, given)
                 here, there = following(there, k, gK, sequence, later, sees.end, given)
                 numbers = product.look(pipes, cache, sequence, later, sees.end, given)
-            of_rows = row_index(O.col_vec) + row
-            token = of_rows // group
-            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             k_unit, v_unit = product.units(sequence, head, given)
-            (queries, known), seen, o_unit = taken(q, at, head, scratch), softmax.begin(LOWEST), product.unit()
+            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(LOWEST), product.unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)

@@ -14,25 +14,26 @@ from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 
-from ..online import LN2, TINY
+from ..online import LN2, LOWEST, TINY
 from ..variants import At, Variant
 from .reach import Reach
 from .splits import Parted, Shares
 
 AT_ONCE, COLUMNS = 16, 64  # parts that a block adds at a time, and of how many columns
+WARPS = 4  # which share these: one warp with all of them took half a microsecond more, waiting for itself
 EACH = Parted()
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the output's dtype; what joins the sum of weights; how keys were split. A block is a warp. early: may it
-    begin while attend.py's grid ends?"""
+    """Of the kernel: the output's dtype; what joins the sum of weights; how keys were split. early: may it begin
+    while attend.py's grid ends?"""
 
     dtype: dtype
     sums: Variant
     split: Parted = EACH
     early: bool = False
-    threads = LANES
+    threads = LANES * WARPS
 
     def __str__(self):
         scores = f" {self.sums}" * (type(self.sums) is not Variant)
@@ -48,7 +49,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    sums, split, EARLY, PART = config.sums, config.split, config.early, rt(AT_ONCE, COLUMNS, fp32)
+    sums, split, EARLY, PART = config.sums, config.split, config.early, rt(AT_ONCE, COLUMNS // WARPS, fp32)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
@@ -61,14 +62,13 @@ def make(config: Config):
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)
         sequence, first, of, count = split.parts(number, splits, sequences, tokens, given)
-        if EARLY and (count > 1 or cuda.blockIdx.x == 0):  # one block at least, so that this grid ends after that one
-            grid.wait()
         if count > 1:
             token, member = divmod(row, group)
-            col = int32(COLUMNS * slab)
-            at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
-            m, l, o = sums.lowest(at), float32(0.0), zeros(PART.row_vec)
+            col = int32(COLUMNS * slab + PART.cols * (cuda.threadIdx.x // LANES))
+            m, l, o = float32(LOWEST), float32(0.0), zeros(PART.row_vec)
             for n in range(0, count, AT_ONCE):
+                if EARLY and n == 0:
+                    grid.follow()  # in the loop, before which the compiler puts all that computes addresses
                 exists = row_index(PART.col_vec) + n < count
                 sizes = load(sums_, PART.col_vec, (int32(first + n), of, head, row), cols=0)
                 part = load(parts, PART, (int32(first + n), of, head, row, col), 0, 4, True)
@@ -77,9 +77,14 @@ def make(config: Config):
                 lag, weights = exp2((m - most) * scale), exp2((sizes - most) * scale)
                 part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
                 m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
-            l = sums.total(l, m, scale, at)
-            store(out, o / maximum(l, TINY), (sequence, token, head, member, col))
+            at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
+            most = max(m, sums.lowest(at))
+            lag = exp2((m - most) * scale)
+            l = sums.total(l * lag, most, scale, at)
+            store(out, o * (lag / maximum(l, TINY)), (sequence, token, head, member, col))
             if lse.shape[0] > 0:
-                lse[sequence, head, member, token] = (m * scale + log2(l)) * LN2
+                lse[sequence, head, member, token] = (most * scale + log2(l)) * LN2
+        elif EARLY and cuda.blockIdx.x == 0:  # one block at least waits, so that this grid ends after that one
+            grid.wait()
 
     return combine, None

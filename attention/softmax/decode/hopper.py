@@ -32,14 +32,14 @@ from .splits import Parted, Shares
 KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share them out
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING = (40, 232), (56, 224)  # registers a thread of producer and consumers
-STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: tiles of keys, and of values, in shared memory
+STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: tiles of keys, and of values, that there is room for
 PIECE = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel: which caches it reads, what becomes of their scores, where the output goes: as attend.py's. feed: what fills
-    the rings."""
+    the rings, which have so many `stages`."""
 
     head_dim: int
     value_dim: int
@@ -50,6 +50,7 @@ class Config:
     result: Whole | Either
     sums: Variant
     split: type[Parted]
+    stages: int
     axes: tuple[int, ...] = ()
     early = True  # it begins while the grid before it ends
     band, kv, resident = warpgroup.ROWS, KV, 1  # rows of a tile, keys; blocks that a multiprocessor is to hold
@@ -71,13 +72,19 @@ def config_for(
     head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, held: Along | None, result: Whole | Either,
     sums: Variant, split: type[Parted], axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
-    """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered."""
+    """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered.
+
+    What TMA brings may come in any order, so that each consumer must have stages of its own: an even number. If they took turns
+    at one, each would wait for every other phase of its barrier. These have the same parity: while the other's tile is under
+    way the wait would be over at once, and the stage given back twice. Gathered tiles come in order."""
     padded, wide = (min(d for d in STAGES if d >= dim) for dim in (head_dim, value_dim))
-    feed: Any = ByTma(KV, held) if held is not None else None
-    if feed is None:
+    stages = STAGES[max(padded, wide)]
+    if held is None:
         rows = KV // WARPGROUP
-        feed = Gathered(st(rows, padded, of), st(rows, wide, of), STAGES[max(padded, wide)] - 2, PIECE)
-    return Config(padded, wide, of, variant, reach, feed, result, sums, split, axes)
+        feed: Any = Gathered(st(rows, padded, of), st(rows, wide, of), stages - 2, PIECE)
+    else:
+        feed, stages = ByTma(KV, held), stages // CONSUMERS * CONSUMERS
+    return Config(padded, wide, of, variant, reach, feed, result, sums, split, stages, axes)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -115,7 +122,7 @@ def make(config: Config):
     QUERIES = st(BAND, config.head_dim, INPUT)
     Q = rt(16, QUERIES.panel_cols, INPUT)
     O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
-    H, STAGED = rt(16, HALF, fp32), STAGES[max(config.head_dim, config.value_dim)]
+    H, STAGED = rt(16, HALF, fp32), config.stages
     PANELS, LEFT = QUERIES.panels, reach.left
     softmax = Softmax(O)
     smem = shared(

@@ -38,9 +38,52 @@ class RmsOfRows(Rms):
         else:
             return of[head, col_index(x.row_vec) + int32(col)]
 
+    @inlined
+    def ahead(self, spec, head, col, given):
+        """Some columns of the weights, which are a vector `spec`, where all rows have the same."""
+        return load(given.norm_weights, spec, (0, col), 0, 1, True) if self.alike else 0
+
+    @inlined
+    def part_by(self, x, of_rows, ahead, head, col, given):
+        """part(x, of_rows, head, col, given), of what was asked for ahead."""
+        if self.alike:
+            return x * of_rows[1] * ahead
+        else:
+            return self.part(x, of_rows, head, col, given)
+
 
 class LayerOfRows(RmsOfRows, Layer):
     """The same of a layer norm."""
+
+    @inlined
+    def ahead(self, spec, head, col, given):
+        """See RmsOfRows: weights and bias."""
+        if self.alike:
+            return load(given.norm_weights, spec, (0, col), 0, 1, True), load(given.norm_bias, spec, (0, col), 0, 1, True)
+        else:
+            return 0
+
+    @inlined
+    def part_by(self, x, of_rows, ahead, head, col, given):
+        """See RmsOfRows."""
+        if self.alike:
+            return (x - of_rows[0]) * of_rows[1] * ahead[0] + ahead[1]
+        else:
+            return self.part(x, of_rows, head, col, given)
+
+
+class NormedRows(Normed):
+    """Of queries whose rows are of several heads, by `norm`."""
+
+    @inlined
+    def ahead(self, spec, at, col):
+        """See Variant."""
+        return self.norm.ahead(spec, at.head, col, at.given)
+
+    @inlined
+    def queries_by(self, x, of_queries, ahead, at, col):
+        """See Variant."""
+        return self.norm.part_by(x, of_queries, ahead, at.head, col, at.given)
 
 
 @static
@@ -59,8 +102,13 @@ class AsTheyAre:
         return {}
 
     @inlined
-    def queries(self, x, head, col, given):
-        """What becomes of some columns of queries, from column `col` on, for keys of a head."""
+    def ahead(self, spec, head, col, given):
+        """What `queries` needs of memory for some columns, a vector `spec`: asked for before the queries are here."""
+        return 0
+
+    @inlined
+    def queries(self, x, ahead):
+        """What becomes of some columns of queries, of what was asked for ahead."""
         return x
 
     @inlined
@@ -101,9 +149,14 @@ class ByRms(AsTheyAre):
         return {"k_weights": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
-    def queries(self, x, head, col, given):
+    def ahead(self, spec, head, col, given):
         """See AsTheyAre."""
-        return x * load(given.k_weights, x.row_vec, (head, col), 0, 1, True)
+        return load(given.k_weights, spec, (head, col), 0, 1, True)
+
+    @inlined
+    def queries(self, x, ahead):
+        """See AsTheyAre."""
+        return x * ahead
 
     @inlined
     def scores(self, s, keys, part, unit, known, given):
@@ -178,7 +231,7 @@ def norms_of(problem: Problem, norm_eps: float) -> Norms:
         alike = all(problem.axes(name) == "D" for name in ("q_norm", "q_norm_bias") if name in problem)
         rows = (LayerOfRows if isinstance(q_norm, Layer) else RmsOfRows)(alike)
         told = norm_arrays(problem, "q_norm", "HD") | numbers
-        found = found._replace(queries=[(Normed(q_norm), numbers)], rows=[Normed(rows)], of_queries=told)
+        found = found._replace(queries=[(Normed(q_norm), numbers)], rows=[NormedRows(rows)], of_queries=told)
     if k_norm is not None:
         told = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", "GD").items()}
         found = found._replace(keys=ByLayer() if isinstance(k_norm, Layer) else ByRms(), of_keys=told | numbers)

@@ -101,6 +101,16 @@ def test_every_head_dim_in_tiles_of_64(place, head_dim):
     agree(place, *inputs, (70, 130), size=size, family="sm_90")
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "size"), [(64, None), (96, None), (128, None), (128, 64), (128, 16), (192, None), (256, None)]
+)
+def test_tiles_of_64_go_round(head_dim, size):
+    """One block's keys fill each ring more than twice: no consumer takes a phase for the one before the last, whatever TMA
+    brings first."""
+    keys = hopper.KV * (2 * max(hopper.STAGES.values()) + 1)
+    agree(OnInterpreter(), *case((keys,), 2, 2, 1, head_dim=head_dim), (keys,), size=size, splits=1, family="sm_90")
+
+
 @pytest.mark.parametrize("head_dim", [8, 72, 96, 192, 256])
 def test_every_head_dim(place, head_dim):
     agree(place, *case((50,), 2, head_dim=head_dim), (50,), splits=2)
