@@ -58,10 +58,12 @@ def _warps(width: int, form: type[Writing]) -> int:
 class RowMap:
     """The terms that one such kernel computes.
 
-    roots: of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c; every tile that it has runs along it."""
+    roots: of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c; every tile that it has runs along it. held:
+    the dtype of results that are no casts."""
 
     def __init__(self, roots: Sequence[Term], leaves: Sequence[Term], columns: Axis, width: int):
         self.roots, self.leaves, self.columns, self.width = tuple(roots), tuple(leaves), columns, width
+        self.held = terms.SPACES[-1].dtype
 
     @classmethod
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> RowMap | None:
@@ -94,7 +96,7 @@ class RowMap:
     @property
     def dtype(self) -> str:
         """That all arrays are read as: their own, if it is one."""
-        found = {viewed(x).held_as("bfloat16") for x in self.leaves if along(x)}
+        found = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
         return (DTYPES | {FP8: "fp8e4m3"}).get(found.pop(), "fp32") if len(found) == 1 else "fp32"
 
     @property
@@ -103,7 +105,7 @@ class RowMap:
         if self.sums:
             return self.gathers
         held = [x.operation == "input" and x.what[1] in SIXTEEN for x in map(viewed, self.leaves) if along(x)]
-        return all(held) and all(x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if along(x))
+        return all(held) and all(x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if along(x))
 
     @property
     def sums(self) -> list[Term]:
@@ -115,7 +117,7 @@ class RowMap:
         """May sums over rows be kept, as they go by? Rows must be read once, by tiles that fill them, and lie unordered."""
         tiles = [x for x in self.leaves if is_tile(x)]
         fits = self.width % Gathered.columns == 0 and self.width <= Gathered.columns * Gathered.warps
-        short = [x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
+        short = [x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
         held = {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
         known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.names) for x in self.leaves)
         few = len(tiles) <= MOST_TILES and len(self.sums) <= HELD
@@ -128,7 +130,7 @@ class RowMap:
         inside, held = between(self.roots, self.leaves), {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
         maps = all(x.operation in MAPS or x.operation == "number" for x in inside) and all(map(is_tile, self.roots))
         tiles = [x for x in self.leaves if any(x.names)]
-        short = all(viewed(x).held_as(SIXTEEN[0]) in SIXTEEN for x in (*tiles, *self.roots))
+        short = all(viewed(x).held_as(self.held) in SIXTEEN for x in (*tiles, *self.roots))
         return (
             maps
             and short
@@ -150,7 +152,7 @@ class RowMap:
         parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
         fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
         if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
-            results = [x.held_as(SIXTEEN[0]) for x in self.roots if is_tile(x)]
+            results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
             return Alone if alone else Folded
         if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and parts and whole:
