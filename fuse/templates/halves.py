@@ -115,13 +115,10 @@ class Halves:
 
     @property
     def unordered(self) -> bool:
-        """May columns come as they lie, by 16 bytes a lane? Where all that is read and written is tiles of 16 bits."""
+        """May columns come as they lie, by 16 bytes a lane? Where all that is read and written has 16 bits. But then everything
+        is asked for at once, for which a lane lacks registers where tiles are as wide as may be."""
         held = {_array(x).held_as(self.held) for x in self.read if x.ndim} | {self.root.held_as(self.held)}
-        return held <= {*SIXTEEN} and all(map(self.of_rows, self.read))
-
-    def of_rows(self, x: Term) -> bool:
-        """Has it rows, or is it a number?"""
-        return not x.ndim or (x.ndim >= -self.axis and x.names[self.axis] is not None)
+        return held <= {*SIXTEEN} and self.columns < MOST_COLUMNS
 
     @property
     def fixed(self) -> dict[Axis, int]:
@@ -210,9 +207,8 @@ class Halves:
     def load(self, x: Term, name: str, at: dict[int, str]) -> str:
         """The expression that reads a tile, or a vector along the columns."""
         place, rows = self.where(x, at, x.what if x.operation == "half" else None)
-        if not self.of_rows(x):
-            return f"load({name}, TILE.row_vec, {place})"
-        return f"load{'_unordered' * self.unordered}({name}, TILE, {place}{rows})"
+        of_rows = x.ndim >= -self.axis and x.names[self.axis] is not None
+        return f"load{'_unordered' * self.unordered}({name}, TILE{'' if of_rows else '.row_vec'}, {place}{rows * of_rows})"
 
     def where(self, x: Term, at: dict[int, str], half: int | None) -> tuple[str, str]:
         """Where a tile of an array is, of a half of its columns or of all; and which of its axes has its rows, unless it is the
