@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..axes import Axis
 from ..graph import along, softmax_of
+from ..lines import WIDTH, assigned
 from ..module import DTYPES, Text, unused
 from ..rules import factors, product
-from ..terms import Term
+from ..terms import Term, viewed
 from ..writing import Writer
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ class Attention:
         """See RowMap.text."""
         writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
         arrays, views = (self.q.array, self.k.array, self.v, self.root), list[str]()
-        *given, out = [_with_heads(x, parameters) for x in arrays]
+        made = [_with_heads(x, parameters) for x in arrays]
+        *given, out = made
         if self.root is not self.heads:
             y = parameters[self.root]
             out = unused(f"{y}_heads", parameters.values())
@@ -148,15 +150,20 @@ class Attention:
             heads = {one: unused(f"{one}_heads", parameters.values()) for one in names}
             *given, out = [heads[parameters[x]] for x in arrays]
             views = [f"{', '.join(heads.values())} = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in ({', '.join(names)}))"]
-        if self.few:
-            given += ["lengths=None", f"causal={self.causal}"]
-        else:
-            given += ["causal=True"] * self.causal
+        told = ["lengths=None", f"causal={self.causal}"] if self.few else ["causal=True"] * self.causal
         numbers = {"q_norm": self.q.weights, "k_norm": self.k.weights, "norm_eps": self.eps, "scale": self.scale}
-        given += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
-        given += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
-        name = "decode" if self.few else "forward"
-        return Text(before=[*views, f"attention.{name}({', '.join([*given, f'out={out}'])})"])
+        told += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
+        told += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
+        call = f"attention.{'decode' if self.few else 'forward'}({{}})".format
+        names = [*("queries", "keys", "values"), f"{parameters[self.root]}_heads"]
+        found, named = [*given, out], dict[str, str]()
+        for one in sorted({one for one in made if "(" in one and not views}, key=len, reverse=True):
+            if len(call(", ".join([*found[:-1], *told, f"out={found[-1]}"]))) > WIDTH - 4:  # which needs names for what is made
+                named[one] = unused(names[made.index(one)], parameters.values())
+                found = [named.get(x, x) for x in found]
+        *given, out = found
+        views = views or assigned((named[one], one) for one in dict.fromkeys(made) if one in named)
+        return Text(before=[*views, call(", ".join([*given, *told, f"out={out}"]))])
 
 
 def side(x: Term) -> Side:
