@@ -1,4 +1,4 @@
-"""Lines of generated text, and where those that are too long break: where `ruff format` breaks them, with lines of WIDTH columns.
+"""Lines of generated text, and where those that are too long break: where `ruff format` breaks them, in WIDTH columns.
 
     target = call(a, b)          target = call(         target = call(        target = (
                                      a, b                   a,                    first * second

@@ -19,7 +19,7 @@ from ..graph import along, softmax_of
 from ..lines import WIDTH, assigned
 from ..module import DTYPES, Text, unused
 from ..rules import factors, product
-from ..terms import Term, viewed
+from ..terms import Term
 from ..writing import Writer
 
 if TYPE_CHECKING:
@@ -155,15 +155,13 @@ class Attention:
         told += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
         told += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
         call = f"attention.{'decode' if self.few else 'forward'}({{}})".format
-        names = [*("queries", "keys", "values"), f"{parameters[self.root]}_heads"]
-        found, named = [*given, out], dict[str, str]()
-        for one in sorted({one for one in made if "(" in one and not views}, key=len, reverse=True):
-            if len(call(", ".join([*found[:-1], *told, f"out={found[-1]}"]))) > WIDTH - 4:  # which needs names for what is made
-                named[one] = unused(names[made.index(one)], parameters.values())
-                found = [named.get(x, x) for x in found]
-        *given, out = found
-        views = views or assigned((named[one], one) for one in dict.fromkeys(made) if one in named)
-        return Text(before=[*views, call(", ".join([*given, *told, f"out={out}"]))])
+        called = dict(zip(made, ("queries", "keys", "values", f"{parameters[self.root]}_heads")))
+        named = {one: one for one in (*given, out)}
+        for one in sorted([x for x in named if "(" in x], key=len, reverse=True):
+            if len(call(", ".join([*(named[x] for x in given), *told, f"out={named[out]}"]))) > WIDTH - 4:
+                named[one] = unused(called[one], parameters.values())
+        views += assigned((name, one) for one, name in named.items() if name != one)
+        return Text(before=[*views, call(", ".join([*(named[x] for x in given), *told, f"out={named[out]}"]))])
 
 
 def side(x: Term) -> Side:

@@ -358,10 +358,10 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
     types += [("BAND", f"rt(16, DEPTH, {band})")] if kernel.prepared else []
     if narrow:
-        first = "RANK, DEPTH" if narrow.first.turned else "DEPTH, RANK"
-        second = "COLUMNS, RANK" if narrow.second.turned else "TURNS * RANK, COLUMNS"
-        types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({first}, {dtype})")]
-        types += [(narrow.second.tile, f"st({second}, {dtype})")]
+        thin = "RANK, DEPTH" if narrow.first.turned else "DEPTH, RANK"
+        back = "COLUMNS, RANK" if narrow.second.turned else "TURNS * RANK, COLUMNS"
+        types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({thin}, {dtype})")]
+        types += [(narrow.second.tile, f"st({back}, {dtype})")]
         types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
     return {
         "schedule": s, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "types": assigned(types, 0),

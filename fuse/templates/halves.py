@@ -12,6 +12,7 @@ tiles know their array's end, has warps too many."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,14 @@ from ..module import Text, array, unused
 from ..terms import Term
 from ..writing import Writer
 from .row_map import SIXTEEN
-from .row_map_text import FOLLOW
+from .row_map_text import FOLLOW, REGISTERS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROWS, WARPS = 16, 4  # of a warp's tile; of a block
-COLUMNS = 32, 64  # of a warp's tile: as many as a half has, or the most
+ROWS, WARPS, MOST_BLOCKS = 16, 2, 12  # of a warp's tile; of a block; of a multiprocessor
+WORKED, MORE = 48, 32  # registers of a lane besides those that hold what is read; more for exchanges, and on other cards
+COLUMNS = 32, 64  # of a warp's tile: the former for maps alone, else as many as a half has, or the most
 MOST_COLUMNS = 128  # of a half, where there are sums
 Sums = dict[Term, tuple[Term, ...]]
 COUNTED = "rest", "band", "piece", "col", "width", "columns", "batches", "heads", "pieces"  # the kernel's own names
@@ -42,25 +44,25 @@ class Halves:
 
     root: of any rank. parts: what is stored in its halves, or what is stored in it whole. read: halves of arrays, and arrays
     that are read whole. sums: of rows, and what is summed of each half. axis: of the root, that rows lie along.
-    held: the dtype of results that are no casts."""
+    held: the dtype of results that are no casts. wgmma: see Card."""
 
     label, operations, most_rows, launched, early = "halves", 0.0, 2**31 - 1, True, True
     ahead: Sequence[Term] = ()
 
-    def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int):
-        self.roots, self.parts, self.read, self.sums, self.axis = (root,), parts, read, sums, axis
+    def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int, wgmma: bool):
+        self.roots, self.parts, self.read, self.sums, self.axis, self.wgmma = (root,), parts, read, sums, axis, wgmma
         self.held = terms.SPACES[-1].dtype
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it."""
+    def serving(cls, root: Term, wgmma: bool) -> Iterator[Self]:
+        """Those that compute it. wgmma: see Card."""
         parts = root.of if root.operation == "concat" else (root,)
         if 2 <= root.ndim <= 2 + len(PLACES) and along(root) and all(map(_halved, parts)):
             for each in dict.fromkeys([tuple(map(_of_halves, parts)), parts]):
-                yield from cls._of(root, each)
+                yield from cls._of(root, each, wgmma)
 
     @classmethod
-    def _of(cls, root: Term, parts: tuple[Term, ...]) -> Iterator[Self]:
+    def _of(cls, root: Term, parts: tuple[Term, ...], wgmma: bool) -> Iterator[Self]:
         """That which stores these parts, if it can."""
         read, sums = _read(parts)
         summed = [x for some in sums.values() for x in some]
@@ -78,7 +80,7 @@ class Halves:
         tiles = [x for x in read if x.ndim > 1 and any(x.names[:-1])]
         shared = [n for n in range(-root.ndim, -1) if all(x.ndim >= -n and x.names[n] is not None for x in tiles)]
         if tiles and shared:
-            yield cls(root, parts, read, sums, shared[-1])
+            yield cls(root, parts, read, sums, shared[-1], wgmma)
 
     @property
     def root(self) -> Term:
@@ -104,8 +106,19 @@ class Halves:
     @property
     def columns(self) -> int:
         """Of a warp's tile."""
-        fitting = [n for n in COLUMNS if n >= self.width]
-        return fitting[0] if fitting else MOST_COLUMNS if self.sums else COLUMNS[-1]
+        return next((n for n in COLUMNS if n >= self.width), COLUMNS[-1]) if self.sums else COLUMNS[0]
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor: as many as there are registers for, where maps alone are done."""
+        tiles, held = sum(x.ndim > 0 for x in self.read), ROWS * self.columns // 32
+        lane = WORKED + MORE * (not self.wgmma or not self.unordered) + tiles * (held // 2 if self.unordered else held)
+        return 1 if self.sums else max(1, min(MOST_BLOCKS, REGISTERS // lane // WARPS))
+
+    @property
+    def looped(self) -> bool:
+        """Does a warp go along the columns, once for each sum and once more for the result? They come from L1 then."""
+        return bool(self.sums) and self.width > self.columns
 
     @property
     def lead(self) -> dict[int, str]:
@@ -115,10 +128,9 @@ class Halves:
 
     @property
     def unordered(self) -> bool:
-        """May columns come as they lie, by 16 bytes a lane? Where all that is read and written has 16 bits. But then everything
-        is asked for at once, for which a lane lacks registers where tiles are as wide as may be."""
+        """May columns come as they lie, by 16 bytes a lane? Where all that is read and written has 16 bits."""
         held = {_array(x).held_as(self.held) for x in self.read if x.ndim} | {self.root.held_as(self.held)}
-        return held <= {*SIXTEEN} and self.columns < MOST_COLUMNS
+        return held <= {*SIXTEEN}
 
     @property
     def fixed(self) -> dict[Axis, int]:
@@ -146,7 +158,7 @@ class Halves:
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
-        y, text = parameters[self.root], Text(bounds="32 * WARPS, 1")
+        y, text = parameters[self.root], Text(bounds="32 * WARPS, BLOCKS")
         split, taken = {x for x in self.read if x.operation == "half"}, set(parameters.values())
         names = {}
         for x in self.read:
@@ -155,30 +167,45 @@ class Halves:
         writer = Writer(names, spoken)
 
         at = self.lead | {self.axis: "row"}
-        text.globals = [f"WARPS = {WARPS}  # of a block", f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
+        text.globals = [f"WARPS, BLOCKS = {WARPS}, {self.blocks}  # of a block, of a multiprocessor"]
+        text.globals += [f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
         text.kernel = [FOLLOW, *self.place(text, y)]
         half = self.parts[0].names[-1]
-        body = [f"{names[x]} = {self.load(x, array(parameters[_array(x)]), at)}" for x in self.read if x.ndim]
         taken |= {*names.values(), *at.values(), *COUNTED}
+        loads = {names[x]: f"{names[x]} = {self.load(x, array(parameters[_array(x)]), at)}" for x in self.read if x.ndim}
+
+        def passed(lines: list[str]) -> list[str]:
+            """With what they read; where a half is in several tiles, for each of them."""
+            read = [load for its, load in loads.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
+            loop = ["for col in range(0, width, TILE.cols):"] * self.looped
+            return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
+
         for x in self.inside:
             if x.operation == "length":
                 whole = x.what[0] is None or half is None or x.what[0].root is not half.root
                 writer.names[x] = "columns" if whole else "width"
         first = next(x.of[0] for x in self.read if x in split)
         extent = f"{array(parameters[first])}.shape[{first.ndim}]"
-        lengths = {"width": extent, "columns": f"2 * {extent}"}
-        text.kernel += [f"{length} = {its}" for length, its in lengths.items() if length in writer.names.values()]
+        asked = {*writer.names.values(), *["width"] * self.looped}
+        lengths = {"width": extent, "columns": f"2 * {'width' if self.looped else extent}"}
+        text.kernel += [f"{length} = {its}" for length, its in lengths.items() if length in asked]
+        body = list[str]()
         for x, some in self.sums.items():
-            body += writer.assignments(some, taken, [*some, *self.parts])
-            said = unused(writer.suggested(x), {*taken, *writer.names.values()})
-            body.append(f"{said} = {' + '.join(f'row_sum({writer.expression(y)})' for y in some)}")
+            before, said = dict(writer.names), unused(writer.suggested(x), {*taken, *writer.names.values()})
+            lines = writer.assignments(some, taken, [*some, *self.parts])
+            added = " + ".join(f"row_sum({writer.expression(y)})" for y in some)
+            if self.looped:
+                text.kernel += [f"{said} = zeros(TILE.col_vec)", *passed([*lines, f"{said} = {said} + {added}"])]
+                writer.names = before  # what was assigned is known in the loop alone
+            else:
+                body += [*lines, f"{said} = {added}"]
             writer.names[x] = said
         body += writer.assignments(self.parts, taken)
         two = len(self.parts) == 2
         for n, part in enumerate(self.parts):
             place, rows = self.where(self.root, at, n if two else None)
             body.append(f"store{'_unordered' * self.unordered}({array(y)}, {writer.expression(part)}, {place}{rows})")
-        text.kernel += body
+        text.kernel += passed(body)
 
         cut = {_array(x) for x in split} | ({self.root} if two else set())
         given = [(x, parameters[x]) for x in (*self.leaves, self.root)]
@@ -192,7 +219,7 @@ class Halves:
         text gets what the launch counts for that: how many there are of each but bands, and of warps."""
         extents = [f"{y}.shape[{n}]" for n in range(self.root.ndim)]
         inner = {name: (PLACES[name], extents[n]) for n, name in self.lead.items()}
-        if self.width > self.columns:
+        if self.width > self.columns and not self.looped:
             across = f"({len(self.parts)} * TILE.cols)" if len(self.parts) > 1 else "TILE.cols"
             inner["piece"] = "pieces", f"-(-{extents[-1]} // {across})"
         bands = f"-(-{extents[self.axis]} // TILE.rows)"

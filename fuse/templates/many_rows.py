@@ -254,9 +254,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     ends = [part.end for part in parts[:-1]]
     told = "".join(f", {one}" for one in (*arrays, *numbers, *ends, *(one.name for one in coming)))
     counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * more]
-    outs = (
-        folds.arguments if folds else [(array(parameters[y]), f"tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
-    )
+    outs = folds.arguments if folds else [(array(parameters[y]), f"tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
     results = [Sent("" if folds else f"y_{n}" if n > 1 else "y", into, writer.expression(y))
                for n, ((into, _), y) in enumerate(zip(outs, kernel.results), 1)]  # fmt: skip
     plain = not (folds or computes or parts)

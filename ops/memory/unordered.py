@@ -36,9 +36,9 @@ QUAD_OF_8, BAND = 64, 16  # the same of 1 byte; rows of a tile of it
 
 @op(takes_operands=True)
 def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
-    """The register tile or row_vec of type `spec` from a global array, as `load`, but with its columns in an order of their own.
-    The order is the same for all arrays with as many bytes an element. Use it if columns are only added up, or stored by
-    `store_unordered` to such an array.
+    """The register tile or row_vec of type `spec` from a global array, as `load`, but with its columns in an order of their
+    own. The order is the same for all arrays with as many bytes an element. Use it if columns are only added up, or stored
+    by `store_unordered` to such an array.
 
     Tiles in row layout, of 32 columns or a multiple (64 for fp8, which come from fp8 only; 16 for arrays of fp32); rows
     before columns in the array. Vectors of as many columns, not of fp8, along the array's last axis. aligned: None, or for a

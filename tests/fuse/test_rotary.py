@@ -5,8 +5,11 @@ import pytest
 from references import compare
 
 import fuse
-from fuse import operators
+from fuse import inspect, operators
+from fuse.cost import card_of
+from fuse.trace import Shape
 from tiles import bf16, fp16
+from tiles.inspect import figures
 
 SHAPES = {  # of x, and of cos and sin
     "rows": ((19, 48), (19, 24)),
@@ -45,13 +48,22 @@ def test_proof(name):
     assert proof.holds, proof
 
 
-@pytest.mark.parametrize(("shape", "columns"), [((9, 64), 32), ((9, 66), 64), ((9, 4096), 64)])
-def test_a_tile_is_as_wide_as_a_half(shape, columns):
-    """Or as the widest there is; then the half is in pieces."""
-    half = (shape[0], shape[1] // 2)
-    text = operators.rotary.source(*sample(shape, half, half))
-    assert f"TILE = rt(16, {columns}, fp32)" in text and ("pieces" in text) == (half[1] > columns)
-    assert text.count("load_unordered(") == 4 and "range(" not in text  # all is asked for at once
+def test_everything_is_asked_for_at_once():
+    """By many warps, with small tiles, whatever the width."""
+    for columns in 64, 66, 4096:
+        text = operators.rotary.source(*sample((9, columns), (9, columns // 2), (9, columns // 2)))
+        assert "TILE = rt(16, 32, fp32)" in text and ("pieces" in text) == (columns > 64)
+        assert text.count("load_unordered(") == 4 and "range(" not in text
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_registers_are_spilled(arch, dtype):
+    """Where so many blocks are asked for."""
+    shapes = [Shape(shape, dtype) for shape in ((64, 512), (64, 256), (64, 256))]
+    ((kernel, types, threads, shared),) = operators.rotary.launches(shapes, card_of(arch))
+    found = figures(kernel, types, arch, shared, threads)
+    assert not inspect.bad(found) and found.occupancy.warps >= 14
 
 
 @pytest.mark.parametrize("dtype", [np.float32, fp16.np])
