@@ -171,20 +171,37 @@ class RowMap:
         tile = Folded.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
-        cut = any(self.filled(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
+        cut = self.cuts and not self.filling(Folded)
         return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (cut + self.draws)
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        if self.sums:  # nothing goes beyond
+        if self.sums or self.whole:  # nothing goes beyond
             return False
+        return self._is_something(x)
+
+    def _is_something(self, x: Term) -> bool:
         least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
         return not least or bool(beyond(x.of[0], self.leaves).any())
 
     @property
+    def cuts(self) -> bool:
+        """Is there something beyond the columns that no reduction may see?"""
+        return any(self._is_something(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
+
+    def filling(self, form: type[Writing]) -> bool:
+        """Do the columns of a block's tiles have a row each?"""
+        return issubclass(form, Folded) and self.width == form.columns * _warps(self.width, form)
+
+    @property
+    def whole(self) -> bool:
+        """Must rows be as wide as the tiles of a block? Where else something would have to be cut off, and they are."""
+        return not self.sums and self.cuts and self.filling(self.form)
+
+    @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
-        if self.sums:
+        if self.sums or self.whole:
             return {self.columns: self.width}
         if self.form is Flat:
             return {self.columns: Flat.columns}

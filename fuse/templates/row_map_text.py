@@ -306,8 +306,8 @@ class Folded(Writing):
         return {"scratch": f"sv({-(-4 * self.kernel.warps // 16) * 16}, fp32)"} if self.reductions else {}
 
     def cut(self, x: str) -> str:
-        """How long a part of a row of an array is."""
-        return f"{x}.shape[1] // {FOLD}"
+        """How long a part of a row of an array is; a number where there must be nothing beyond all tiles of a block."""
+        return "WARPS * PART.cols" if self.kernel.whole else f"{x}.shape[1] // {FOLD}"
 
     def lead(self, x: Term) -> str:
         """What an array's rows are called that is cut."""
