@@ -166,13 +166,12 @@ class RowMap:
 
     @property
     def registers(self) -> int:
-        """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what is cut off
-        at a row's end before it is reduced; and for draws."""
+        """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what would be
+        something beyond a row's end, as what is centred; and for draws."""
         tile = Folded.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
-        cut = self.cuts and not self.filling(Folded)
-        return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (cut + self.draws)
+        return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (self.cuts + self.draws)
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
