@@ -74,12 +74,14 @@ def _exchanged(b, odd, words):
     return even, [b.select(is_odd, x, y) for x, y in zip(mine, its)]
 
 
-def _check(name, shape, given, layouts):
+def _check(name, shape, given, layouts, columns=1):
     if not (isinstance(shape, rt) and shape.layout in layouts and shape.dtype is fp32):
         said = "an fp32 register tile type" + " in row layout" * (len(layouts) == 1)
         raise TypeError(f"{name}: shape must be {said}, such as rt(16, 64, fp32), got {shape}")
     if not all(map(integer, given)):
         raise TypeError(f"{name}: takes integers, got {', '.join(map(str, given))}")
+    if shape.cols % columns:
+        raise TypeError(f"{name}: what is unordered has a multiple of {columns} columns, got {shape}")
 
 
 def _keys(b, low, high):
@@ -127,9 +129,7 @@ def _(shape: type, share, low, high, batch, head, row, col):
 
 @lowers(bernoulli_of_row)
 def _(shape: type, share, low, high, batch, head, row, col, step, unordered: int):
-    _check("bernoulli_of_row", shape, (share, low, high, batch, head, row, col, step), ("row",))
-    if unordered and shape.cols % 32:
-        raise TypeError(f"bernoulli_of_row: what is unordered has a multiple of 32 columns, got {shape}")
+    _check("bernoulli_of_row", shape, (share, low, high, batch, head, row, col, step), ("row",), 32 if unordered else 1)
 
     def lower(b, _, *values):
         share, low, high, batch, head, row, col, step = map(b.u32, values[:8])
