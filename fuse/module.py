@@ -9,7 +9,7 @@ import functools
 import hashlib
 import linecache
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,8 @@ import jinja2
 import ops
 import tiles
 
-WIDTH = 120
+from .lines import WIDTH, assigned, broken, cut_at_commas, imports
+
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "int32": "numpy", "repeated": "tiles.frameworks"}
 HOMES |= {"share_of": "attention.dropout"}
@@ -89,37 +90,37 @@ def assemble(
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
         bodies += [f"    {mark(line)}" for line in text.kernel]
         given = ", ".join(value for _, value in text.arguments)
-        launches += _call(f"tiles.launch({kernel}, {mark(text.launch)})", f"({mark(given)})")
-    for view in views[::-1]:  # each after what it is a view of
-        called, _, made = view.partition(" = ")
-        if len(re.findall(rf"\b{called}\b", "\n".join([*views, *launches]))) <= 2:
-            views = [one for one in views if one is not view]
-            views, launches = ([re.sub(rf"\b{called}\b", lambda _: made, one) for one in lines] for lines in (views, launches))
+        launches += [f"    {line}" for line in _call(kernel, mark(text.launch), mark(given))]
+    named = dict(view.split(" = ", 1) for view in views)
+    for called, made in reversed(named.items()):  # each after what it is a view of
+        inside = [re.sub(rf"\b{called}\b", lambda _: made, one) for one in launches]
+        users = re.findall(rf"\b{called}\b", "\n".join([*named.values(), *launches]))
+        if len(users) <= 1 and all(len(one) <= WIDTH or one in launches for one in inside):
+            named = {x: re.sub(rf"\b{called}\b", lambda _: made, its) for x, its in named.items() if x != called}
+            launches = inside
     says = f'    """{name}, on arrays of any framework; what is last is written."""'
-    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *(f"    {line}" for line in views), *launches]
-    body = [line for every in (constants, bodies, launches) for one in every for line in _folded(one)]
+    ahead = [f"    {line}" for line in assigned(named.items())]
+    launches = ["", "", f"def launch({', '.join(parameters)}):", says, *ahead, *launches]
+    body = list(broken([*constants, *bodies, *launches]))
     body = body if constants else body[1:]
     end = "\n" if "\n" in title else ""
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
 
 
-def assigned(values: Iterable[tuple[str, str]], indent: int = 4) -> list[str]:
-    """Lines that assign these, (name, expression), in order: in one line as many as it has room for that do without each
-    other."""
-    lines = list[list[tuple[str, str]]]()
-    for name, made in values:
-        before = lines[-1] if lines else []
-        alone = not before or any(re.search(rf"(?<![\w.]){one}\b", made) for one, _ in before)
-        if alone or sum(len(one) + len(its) + 4 for one, its in [*before, (name, made)]) - 1 > WIDTH - indent:
-            lines.append([])
-        lines[-1].append((name, made))
-    return [f"{', '.join(one for one, _ in line)} = {', '.join(its for _, its in line)}" for line in lines]
-
-
-def _call(launch: str, given: str) -> list[str]:
-    """A launch, in two lines where one is too short."""
-    whole = f"    {launch}{given}"
-    return [whole] if len(whole) <= WIDTH else [f"    run = {launch}", f"    run{given}"]
+def _call(kernel: str, launch: str, given: str) -> list[str]:
+    """A launch: in one line if it has room there, else in two, and one more where blocks are counted."""
+    whole = f"tiles.launch({kernel}, {launch})({given})"
+    if len(whole) <= WIDTH - 4:
+        return [whole]
+    if len(f"run = tiles.launch({kernel}, {launch})") > WIDTH - 4 and "blocks" not in launch:
+        blocks, *others = cut_at_commas(launch)
+        return [f"blocks = {blocks}", *_call(kernel, ", ".join(["blocks", *others]), given)]
+    arrays = cut_at_commas(given)
+    for n in range(len(arrays) - 1, 1, -1):
+        first, rest = f"given = {', '.join(arrays[:n])}", f"run(*given, {', '.join(arrays[n:])})"
+        if len(given) > WIDTH - 8 and "(" in arrays[n - 1] and max(len(first), len(rest)) <= WIDTH - 4:
+            return [f"run = tiles.launch({kernel}, {launch})", first, rest]
+    return [f"run = tiles.launch({kernel}, {launch})", f"run({given})"]
 
 
 def _imports(text: str) -> list[str]:
@@ -133,7 +134,7 @@ def _imports(text: str) -> list[str]:
         (ours if home.split(".")[0] in ("attention", "ops", "tiles") else others).append(
             f"from {home} import {', '.join(found)}"
         )
-    parts = [["import math"] if "math" in names else [], others, list(_folded_imports(ours))]
+    parts = [["import math"] if "math" in names else [], others, list(imports(ours))]
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
@@ -150,17 +151,6 @@ def _asked(scope: ast.AST) -> set[str]:
     return (asked | {name for one in inner for name in _asked(one)}) - own
 
 
-def _folded_imports(lines: Iterable[str]) -> Iterator[str]:
-    """Imports that are too long as several lines."""
-    for line in lines:
-        head, _, names = line.partition(" import ")
-        while len(line) > WIDTH:
-            at = line.rindex(", ", 0, WIDTH)
-            yield line[:at]
-            line = f"{head} import {line[at + 2 :]}"
-        yield line
-
-
 def _marks(label: str, text: Text) -> dict[str, str]:
     """What the globals and helpers of a kernel are called that is not the last one."""
     tree = ast.parse("\n".join([*text.globals, *text.helpers]))
@@ -172,43 +162,6 @@ def _marks(label: str, text: Text) -> dict[str, str]:
 
 def _marked(line: str, marks: dict[str, str]) -> str:
     return re.sub(r"(?<![\w.])[A-Za-z_]\w*(?!\w*=[^=])", lambda match: marks.get(match[0], match[0]), line) if marks else line
-
-
-def _folded(line: str) -> list[str]:
-    """A line that is too long, as several: first its comment, then cut after a comma or before an operator, in parentheses."""
-    code, apart, comment = line.partition("  # ")
-    if len(line) <= WIDTH or ("(" not in line and not apart):
-        return [line]
-    if apart:
-        return [f"{code[: len(code) - len(code.lstrip())]}# {comment}", *_folded(code)]
-    if names := re.match(r"( *)(\w+(?:, \w+)+) = ", line):
-        lines = _apart(line)
-        lines = lines if len(lines) > 1 else [f"{names[1]}({names[2]}) = {line[names.end() :]}"]
-        return [part for one in lines for part in _folded(one)]
-    inside = [m.end() for m in re.finditer(", ", line[:WIDTH]) if line[: m.end()].count("(") == line[: m.end()].count(")")]
-    if inside and (line.endswith(",") or line.count("(") < line.count(")")):  # in parentheses already
-        return [line[: inside[-1]].rstrip(), *_folded(" " * (len(line) - len(line.lstrip())) + line[inside[-1] :])]
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    every = [m.end() for m in re.finditer(r", | (?=[*/+@-] )", line[:WIDTH])]
-    outer = [n for n in every if n > WIDTH // 2 and line[:n].count("(") == line[:n].count(")") + 1]  # not inside of an argument
-    at = max(outer or every, default=0)
-    if at <= len(indent) or line[:at].count("(") <= line[:at].count(")"):
-        return [line]
-    return [line[:at].rstrip(), *_folded(indent + line[at:])]
-
-
-def _apart(line: str) -> list[str]:
-    """An assignment to several names as several, one if it is no more; nothing if one needs what another had."""
-    code = line.lstrip()
-    statement = ast.parse(code).body[0]
-    if not isinstance(statement, ast.Assign) or not isinstance(value := statement.value, ast.Tuple):
-        return []
-    names, values = code.partition(" = ")[0].split(", "), [ast.get_source_segment(code, one) or "" for one in value.elts]
-    read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
-    if len(names) != len(values) or not read.isdisjoint(names):
-        return []
-    indent = len(line) - len(code)
-    return [line[:indent] + one for one in assigned(zip(names, values), indent)]
 
 
 @functools.lru_cache(1024)

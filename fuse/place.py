@@ -137,7 +137,7 @@ class Search:
         if len(roots) == 1:
             parted = AttentionOfParts.of_parts(roots[0], self.card.processors)
             found.extend([*parted] or Attention.serving(roots[0]))
-            found.extend(Halves.serving(roots[0]))
+            found.extend(Halves.serving(roots[0], self.card.wgmma))
         if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return found
         if not self.card.wgmma:

@@ -163,10 +163,11 @@ class Term:
 
 # ---- making them -----------------------------------------------------------------------------------------------------
 class Space:
-    """Terms by what they are, so that equal ones are one object. loose: extents say nothing, and are not compared."""
+    """Terms by what they are, so that equal ones are one object. loose: extents say nothing, and are not compared. dtype: that
+    of the first array, which results have, and what is kept between kernels."""
 
-    def __init__(self, loose: bool = False):
-        self.loose = loose
+    def __init__(self, loose: bool = False, dtype: str = "bfloat16"):
+        self.loose, self.dtype = loose, dtype
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
         self.cuts: dict[Axis, Axis] = {}

@@ -99,7 +99,8 @@ def rows_alone(roots: Sequence[Term]) -> bool:
 
 
 def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...], rows: Axis | None) -> Traced:
-    space = terms.Space(any(ANY in s.extents for s in shapes))
+    dtype = next((s.dtype for s in shapes if s.extents), "float32")
+    space = terms.Space(any(ANY in s.extents for s in shapes), dtype)
     terms.SPACES.append(space)
     try:
         inputs = {}

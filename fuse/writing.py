@@ -20,6 +20,7 @@ WRITTEN |= {"matmul_by": "matmul_by({}, {}, {})", "among": "among({}, {}, {})"}
 WRITTEN |= {name: f"{name}({{}})" for name in ("max_of_parts", "sum_of_parts", "stacked", "heads", "flat", "rows")}
 WRITTEN |= {"total": "total({})", "gathered": "gathered({})", "is_column": "is_column({})"}
 WRITTEN |= {"merged": "merge_heads({})", "weighted": "weighted({}, {})", "spread": "spread({}, {})"}
+SUMS, LONG = ("add", "sub"), 80  # what has a line of its own even if it is used once, from so many characters on
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
@@ -73,7 +74,8 @@ class Writer:
         among = list(among) or roots
         users = collections.Counter(y for x in self._unnamed(among) for y in x.of) + collections.Counter(among)
         for x in self._unnamed(roots):
-            if users[x] > 1 and x.of and x.names:
+            long = x not in roots and x.operation in SUMS and len(self.expression(x)) > LONG
+            if (users[x] > 1 or long) and x.of and x.names:
                 name = unused(self.suggested(x), taken)
                 lines.append(f"{name} = {self.expression(x)}")
                 self.names[x] = name
@@ -106,7 +108,7 @@ def figure(value: float) -> str:
     """A number as one writes it. Those that have no digits are math's."""
     if not math.isfinite(value):
         return f"{'-' * (value < 0)}math.{'nan' if value != value else 'inf'}"
-    text = repr(value)
+    text = repr(value).replace("e+", "e")
     return text.removesuffix(".0") if text.endswith(".0") and abs(value) > 1 else text
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..axes import Axis
 from ..graph import along, softmax_of
+from ..lines import WIDTH, assigned
 from ..module import DTYPES, Text, unused
 from ..rules import factors, product
 from ..terms import Term
@@ -137,7 +138,8 @@ class Attention:
         """See RowMap.text."""
         writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
         arrays, views = (self.q.array, self.k.array, self.v, self.root), list[str]()
-        *given, out = [_with_heads(x, parameters) for x in arrays]
+        made = [_with_heads(x, parameters) for x in arrays]
+        *given, out = made
         if self.root is not self.heads:
             y = parameters[self.root]
             out = unused(f"{y}_heads", parameters.values())
@@ -148,15 +150,18 @@ class Attention:
             heads = {one: unused(f"{one}_heads", parameters.values()) for one in names}
             *given, out = [heads[parameters[x]] for x in arrays]
             views = [f"{', '.join(heads.values())} = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in ({', '.join(names)}))"]
-        if self.few:
-            given += ["lengths=None", f"causal={self.causal}"]
-        else:
-            given += ["causal=True"] * self.causal
+        told = ["lengths=None", f"causal={self.causal}"] if self.few else ["causal=True"] * self.causal
         numbers = {"q_norm": self.q.weights, "k_norm": self.k.weights, "norm_eps": self.eps, "scale": self.scale}
-        given += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
-        given += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
-        name = "decode" if self.few else "forward"
-        return Text(before=[*views, f"attention.{name}({', '.join([*given, f'out={out}'])})"])
+        told += [f"{key}={writer.expression(x)}" for key, x in numbers.items() if x is not None]
+        told += ["scale=1.0"] * (self.scale is None) + ['layout="bhsd"']
+        call = f"attention.{'decode' if self.few else 'forward'}({{}})".format
+        called = dict(zip(made, ("queries", "keys", "values", f"{parameters[self.root]}_heads")))
+        named = {one: one for one in (*given, out)}
+        for one in sorted([x for x in named if "(" in x], key=len, reverse=True):
+            if len(call(", ".join([*(named[x] for x in given), *told, f"out={named[out]}"]))) > WIDTH - 4:
+                named[one] = unused(called[one], parameters.values())
+        views += assigned((name, one) for one, name in named.items() if name != one)
+        return Text(before=[*views, call(", ".join([*(named[x] for x in given), *told, f"out={named[out]}"]))])
 
 
 def side(x: Term) -> Side:

@@ -51,7 +51,7 @@ class FewColumns(ManyRows):
         words = Words(self, parameters, spoken, ("acc", "at", "row", "me", "warp", "band", "share", "own", "place"))
         place = "row_index(ACC.col_vec) + at", "col_index(ACC.row_vec)"
         epilogue, written = words.epilogue({product: "acc"}, lambda y, its: reading(y, its, "ACC", "at", "0"), *place)
-        arrays = [(array(x), f"tiles.tensor({x}, X)"), (array(w), f"tiles.tensor({w}, W)")]
+        arrays = [(array(x), f"tensor({x}, X)"), (array(w), f"tensor({w}, W)")]
         arrays += [(array(parameters[one]), parameters[one]) for one in (*self.others, self.root)]
         arrays += words.kept.arguments if words.kept else []
         gaps = {

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..functions import FP8
 from ..graph import along, is_tile
+from ..lines import assigned
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term, viewed
 from .product import Product, Weight, extended
@@ -328,18 +329,18 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     opened += [part for s in sides for part in (s.parts, s.known)]
     rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
     opened += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
-    told = [(x.array, f"tiles.tensor({x.name}, X)"), *((v.array, f"tiles.tensor({v.name}, {v.tile})") for v in vectors)]
-    told += [(r.array, f"tiles.tensor({r.ring}, {r.tile})") for r in rings]
+    told = [(x.array, f"tensor({x.name}, X)"), *((v.array, f"tensor({v.name}, {v.tile})") for v in vectors)]
+    told += [(r.array, f"tensor({r.ring}, {r.tile})") for r in rings]
     if narrow and not narrow.second.turned:
-        told[-1] = narrow.second.array, f"tiles.tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
+        told[-1] = narrow.second.array, f"tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
     if extension:
         left, right = parameters[extension.left], parameters[extension.weight.array]
-        told += [(array(left), f"tiles.tensor({left}, X)"), (array(right), f"tiles.tensor({right}, {products[0].tile})")]
+        told += [(array(left), f"tensor({left}, X)"), (array(right), f"tensor({right}, {products[0].tile})")]
     result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
     counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
     blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
     parts = Part.of(kernel, parameters)
-    told += [(array(part.weight), f"tiles.tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
+    told += [(array(part.weight), f"tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
     told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, *kernel.roots)]
     told += words.kept.arguments if words.kept else []
     steps = f"-(-{wide} // (BLOCKS * DEPTH))"
@@ -351,10 +352,20 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
     counted = "cols * BLOCKS" if parts else counted
     s = kernel.schedule
     assert s
+    weights = "fp8e4m3" if kernel.widens else dtype
+    types = [("X", f"st(ROWS, DEPTH, {dtype})")]
+    types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.turned else 'DEPTH, COLUMNS'}, {weights})") for p in products]
+    types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
+    types += [("BAND", f"rt(16, DEPTH, {band})")] if kernel.prepared else []
+    if narrow:
+        thin = "RANK, DEPTH" if narrow.first.turned else "DEPTH, RANK"
+        back = "COLUMNS, RANK" if narrow.second.turned else "TURNS * RANK, COLUMNS"
+        types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({thin}, {dtype})")]
+        types += [(narrow.second.tile, f"st({back}, {dtype})")]
+        types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
     return {
-        "schedule": s, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "band": band,
-        "widens": kernel.widens, "weights": "fp8e4m3" if kernel.widens else dtype,
-        "upright": upright,
+        "schedule": s, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "types": assigned(types, 0),
+        "widens": kernel.widens, "upright": upright,
         "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
         "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),

@@ -2,14 +2,17 @@
 
     y = [f(first half of x, second half of x, cos, ...), g(...)]    or one of the two
 
-A warp has tiles of sixteen rows of each half, and goes along the columns; where there are sums of rows, such as a norm's ahead
-of the embedding, a half is one tile. Halves of maps are maps of halves. Leading axes stay axes of the grid, so that what lacks
-some of them, cos of (rows, columns) or (rows, 1, columns), is read where it lies. Rows are those of the last axis that every
-tile has."""
+A warp has one tile of sixteen rows of each half, so memory is asked for all of it at once; where there are sums of rows, such
+as a norm's ahead of the embedding, the tile is all of a half. Arrays of 16 bits come in the order of their bytes, as everything
+is done element by element or summed. Halves of maps are maps of halves. Rows are those of the last axis that every tile has.
+Warps are counted by bands of sixteen rows first, then by leading axes, then along the columns: what lacks leading axes, cos of
+(rows, columns) or (rows, 1, columns), is read where it lies, by warps that run side by side; and the last band alone, whose
+tiles know their array's end, has warps too many."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,40 +24,45 @@ from ..graph import along, between
 from ..module import Text, array, unused
 from ..terms import Term
 from ..writing import Writer
-from .row_map_text import FOLLOW
+from .row_map import SIXTEEN
+from .row_map_text import FOLLOW, REGISTERS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROWS, COLUMNS, WARPS = 16, 64, 4  # of a warp's tile; of a block, one below the other
+ROWS, WARPS, MOST_BLOCKS = 16, 2, 12  # of a warp's tile; of a block; of a multiprocessor
+WORKED, MORE = 48, 32  # registers of a lane besides those that hold what is read; more for exchanges, and on other cards
+COLUMNS = 32, 64  # of a warp's tile: the former for maps alone, else as many as a half has, or the most
 MOST_COLUMNS = 128  # of a half, where there are sums
 Sums = dict[Term, tuple[Term, ...]]
-AXES = "yz"  # of the grid, along which leading axes are
-PLACES = "batch", "head"  # what the leading axes are called
+COUNTED = "rest", "band", "piece", "col", "width", "columns", "batches", "heads", "pieces"  # the kernel's own names
+PLACES = {"batch": "batches", "head": "heads"}  # what the leading axes are called, and how many there are
 
 
 class Halves:
     """A term that is one such kernel: see the module.
 
     root: of any rank. parts: what is stored in its halves, or what is stored in it whole. read: halves of arrays, and arrays
-    that are read whole. sums: of rows, and what is summed of each half. axis: of the root, that rows lie along."""
+    that are read whole. sums: of rows, and what is summed of each half. axis: of the root, that rows lie along.
+    held: the dtype of results that are no casts. wgmma: see Card."""
 
     label, operations, most_rows, launched, early = "halves", 0.0, 2**31 - 1, True, True
     ahead: Sequence[Term] = ()
 
-    def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int):
-        self.roots, self.parts, self.read, self.sums, self.axis = (root,), parts, read, sums, axis
+    def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int, wgmma: bool):
+        self.roots, self.parts, self.read, self.sums, self.axis, self.wgmma = (root,), parts, read, sums, axis, wgmma
+        self.held = terms.SPACES[-1].dtype
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it."""
+    def serving(cls, root: Term, wgmma: bool) -> Iterator[Self]:
+        """Those that compute it. wgmma: see Card."""
         parts = root.of if root.operation == "concat" else (root,)
-        if 2 <= root.ndim <= 2 + len(AXES) and along(root) and all(map(_halved, parts)):
+        if 2 <= root.ndim <= 2 + len(PLACES) and along(root) and all(map(_halved, parts)):
             for each in dict.fromkeys([tuple(map(_of_halves, parts)), parts]):
-                yield from cls._of(root, each)
+                yield from cls._of(root, each, wgmma)
 
     @classmethod
-    def _of(cls, root: Term, parts: tuple[Term, ...]) -> Iterator[Self]:
+    def _of(cls, root: Term, parts: tuple[Term, ...], wgmma: bool) -> Iterator[Self]:
         """That which stores these parts, if it can."""
         read, sums = _read(parts)
         summed = [x for some in sums.values() for x in some]
@@ -72,7 +80,7 @@ class Halves:
         tiles = [x for x in read if x.ndim > 1 and any(x.names[:-1])]
         shared = [n for n in range(-root.ndim, -1) if all(x.ndim >= -n and x.names[n] is not None for x in tiles)]
         if tiles and shared:
-            yield cls(root, parts, read, sums, shared[-1])
+            yield cls(root, parts, read, sums, shared[-1], wgmma)
 
     @property
     def root(self) -> Term:
@@ -91,10 +99,45 @@ class Halves:
         return between([*self.parts, *summed], [*self.read, *self.sums])
 
     @property
+    def width(self) -> int:
+        """Of a half."""
+        return self.parts[0].extents[-1]
+
+    @property
+    def columns(self) -> int:
+        """Of a warp's tile."""
+        return next((n for n in COLUMNS if n >= self.width), COLUMNS[-1]) if self.sums else COLUMNS[0]
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor: as many as there are registers for, where maps alone are done."""
+        tiles, held = sum(x.ndim > 0 for x in self.read), ROWS * self.columns // 32
+        lane = WORKED + MORE * (not self.wgmma or not self.unordered) + tiles * (held // 2 if self.unordered else held)
+        return 1 if self.sums else max(1, min(MOST_BLOCKS, REGISTERS // lane // WARPS))
+
+    @property
+    def looped(self) -> bool:
+        """Does a warp go along the columns, once for each sum and once more for the result? They come from L1 then."""
+        return bool(self.sums) and self.width > self.columns
+
+    @property
+    def lead(self) -> dict[int, str]:
+        """The axes of the root that lead its rows and columns, and what the kernel calls them."""
+        lead = [n for n in range(-self.root.ndim, -1) if n != self.axis]
+        return {n: name for n, name in zip(lead, [*PLACES][-len(lead) :]) if self.root.names[n] is not None}
+
+    @property
+    def unordered(self) -> bool:
+        """May columns come as they lie, by 16 bytes a lane? Where all that is read and written has 16 bits."""
+        held = {_array(x).held_as(self.held) for x in self.read if x.ndim} | {self.root.held_as(self.held)}
+        return held <= {*SIXTEEN}
+
+    @property
     def fixed(self) -> dict[Axis, int]:
-        """Few of what leads the rows are enough to see that they are not mixed."""
-        lead = [axis for n, axis in enumerate(self.root.names[:-1], -self.root.ndim) if n != self.axis]
-        return {axis.root: 2 + n for n, axis in enumerate(lead) if axis is not None}
+        """Few of what leads the rows are enough to see that they are not mixed; a half that is one tile must be no more."""
+        lead = {axis.root: 2 + n for n, axis in enumerate(self.root.names[at] for at in self.lead) if axis is not None}
+        half = self.parts[0].names[-1]
+        return lead | ({half.root: self.width} if half is not None and self.width <= self.columns else {})
 
     @property
     def bytes(self) -> float:
@@ -115,7 +158,7 @@ class Halves:
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
-        y, text = parameters[self.root], Text(bounds="32 * WARPS, 1")
+        y, text = parameters[self.root], Text(bounds="32 * WARPS, BLOCKS")
         split, taken = {x for x in self.read if x.operation == "half"}, set(parameters.values())
         names = {}
         for x in self.read:
@@ -123,62 +166,84 @@ class Halves:
             names[x] = unused(f"{its}_{x.what + 1}", taken) if x in split else its
         writer = Writer(names, spoken)
 
-        lead = [n for n in range(-self.root.ndim, -1) if n != self.axis]
-        at = dict(zip(lead, PLACES[-len(lead) :] if lead else ())) | {self.axis: "row"}
-        columns = MOST_COLUMNS if self.sums and self.parts[0].extents[-1] > COLUMNS else COLUMNS
-        text.globals = [f"WARPS = {WARPS}", f"TILE = rt({ROWS}, {columns}, fp32)  # of a warp"]
-        text.kernel = [FOLLOW, "row = TILE.rows * (WARPS * cuda.blockIdx.x + int32(cuda.threadIdx.x // 32))"]
-        text.kernel += [f"{at[n]} = cuda.blockIdx.{axis}" for n, axis in zip(lead, AXES) if self.root.names[n] is not None]
-        first = next(x.of[0] for x in self.read if x in split)
-        text.kernel.append(f"width = {array(parameters[first])}.shape[{first.ndim}]")
-        body = [f"{names[x]} = {self.load(x, array(parameters[_array(x)]), at)}" for x in self.read if x.ndim]
-        taken |= {*names.values(), *at.values(), "col", "width", "columns"}
+        at = self.lead | {self.axis: "row"}
+        text.globals = [f"WARPS, BLOCKS = {WARPS}, {self.blocks}  # of a block, of a multiprocessor"]
+        text.globals += [f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
+        text.kernel = [FOLLOW, *self.place(text, y)]
         half = self.parts[0].names[-1]
+        taken |= {*names.values(), *at.values(), *COUNTED}
+        loads = {names[x]: f"{names[x]} = {self.load(x, array(parameters[_array(x)]), at)}" for x in self.read if x.ndim}
+
+        def passed(lines: list[str]) -> list[str]:
+            """With what they read; where a half is in several tiles, for each of them."""
+            read = [load for its, load in loads.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
+            loop = ["for col in range(0, width, TILE.cols):"] * self.looped
+            return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
+
         for x in self.inside:
             if x.operation == "length":
                 whole = x.what[0] is None or half is None or x.what[0].root is not half.root
                 writer.names[x] = "columns" if whole else "width"
-        if "columns" in writer.names.values():
-            text.kernel.append("columns = 2 * width")
+        first = next(x.of[0] for x in self.read if x in split)
+        extent = f"{array(parameters[first])}.shape[{first.ndim}]"
+        asked = {*writer.names.values(), *["width"] * self.looped}
+        lengths = {"width": extent, "columns": f"2 * {'width' if self.looped else extent}"}
+        text.kernel += [f"{length} = {its}" for length, its in lengths.items() if length in asked]
+        body = list[str]()
         for x, some in self.sums.items():
-            body += writer.assignments(some, taken, [*some, *self.parts])
-            said = unused(writer.suggested(x), {*taken, *writer.names.values()})
-            body.append(f"{said} = {' + '.join(f'row_sum({writer.expression(y)})' for y in some)}")
+            before, said = dict(writer.names), unused(writer.suggested(x), {*taken, *writer.names.values()})
+            lines = writer.assignments(some, taken, [*some, *self.parts])
+            added = " + ".join(f"row_sum({writer.expression(y)})" for y in some)
+            if self.looped:
+                text.kernel += [f"{said} = zeros(TILE.col_vec)", *passed([*lines, f"{said} = {said} + {added}"])]
+                writer.names = before  # what was assigned is known in the loop alone
+            else:
+                body += [*lines, f"{said} = {added}"]
             writer.names[x] = said
         body += writer.assignments(self.parts, taken)
         two = len(self.parts) == 2
         for n, part in enumerate(self.parts):
             place, rows = self.where(self.root, at, n if two else None)
-            body.append(f"store({array(y)}, {writer.expression(part)}, {place}{rows})")
-        if self.sums:
-            text.kernel += ["col = 0", *body]
-        else:
-            text.kernel += ["for col in range(0, width, TILE.cols):", *(f"    {line}" for line in body)]
+            body.append(f"store{'_unordered' * self.unordered}({array(y)}, {writer.expression(part)}, {place}{rows})")
+        text.kernel += passed(body)
 
         cut = {_array(x) for x in split} | ({self.root} if two else set())
-        every = [*self.leaves, self.root]
-        text.arguments = [
-            (array(parameters[x]) if x.ndim else parameters[x], _cut(x, parameters[x]) if x in cut else parameters[x])
-            for x in every
-        ]
-        grid = [f"-(-{y}.shape[{self.root.ndim + self.axis}] // (TILE.rows * WARPS))"]
-        grid += [f"{y}.shape[{self.root.ndim + n}]" for n in lead]
-        text.launch = f"{grid[0] if len(grid) == 1 else '(' + ', '.join(grid) + ')'}, 32 * WARPS, early=True"
+        given = [(x, parameters[x]) for x in (*self.leaves, self.root)]
+        arguments = [(array(its) if x.ndim else its, _cut(x, its) if x in cut else its) for x, its in given]
+        text.arguments = [*arguments, *((name, name) for name, _ in text.counts[:-1])]
+        text.launch = "-(-warps // WARPS), 32 * WARPS, early=True"
         return text
+
+    def place(self, text: Text, y: str) -> list[str]:
+        """The lines that say where a warp's tile is: counted by bands of rows, leading axes, and pieces of the columns. The
+        text gets what the launch counts for that: how many there are of each but bands, and of warps."""
+        extents = [f"{y}.shape[{n}]" for n in range(self.root.ndim)]
+        inner = {name: (PLACES[name], extents[n]) for n, name in self.lead.items()}
+        if self.width > self.columns and not self.looped:
+            across = f"({len(self.parts)} * TILE.cols)" if len(self.parts) > 1 else "TILE.cols"
+            inner["piece"] = "pieces", f"-(-{extents[-1]} // {across})"
+        bands = f"-(-{extents[self.axis]} // TILE.rows)"
+        text.counts = [*inner.values(), ("warps", " * ".join([bands, *(count for count, _ in inner.values())]))]
+        number, lines = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)", list[str]()
+        for left, name in zip([*["rest"] * (len(inner) - 1), "band"], [*inner][::-1]):
+            lines.append(f"{left}, {name} = divmod({number}, {inner[name][0]})")
+            number = left
+        row = f"TILE.rows * {number}"
+        return [*lines, f"row, col = {row}, TILE.cols * piece" if "piece" in inner else f"row = {row}"]
 
     def load(self, x: Term, name: str, at: dict[int, str]) -> str:
         """The expression that reads a tile, or a vector along the columns."""
         place, rows = self.where(x, at, x.what if x.operation == "half" else None)
         of_rows = x.ndim >= -self.axis and x.names[self.axis] is not None
-        return f"load({name}, TILE{'' if of_rows else '.row_vec'}, {place}{rows * of_rows})"
+        return f"load{'_unordered' * self.unordered}({name}, TILE{'' if of_rows else '.row_vec'}, {place}{rows * of_rows})"
 
     def where(self, x: Term, at: dict[int, str], half: int | None) -> tuple[str, str]:
         """Where a tile of an array is, of a half of its columns or of all; and which of its axes has its rows, unless it is the
         last but one."""
         places = [at[n] if x.names[n] is not None else "0" for n in range(-x.ndim, -1)]
         places += [] if half is None else [str(half)]
-        rows = x.ndim + self.axis
-        return f"({', '.join([*places, 'col'])}{',' * (not places)})", "" if rows == len(places) - 1 else f", rows={rows}"
+        rows, col = x.ndim + self.axis, "col" if self.width > self.columns else "0"
+        return f"({', '.join([*places, col])}{',' * (not places)})", "" if rows == len(places) - 1 else f", rows={rows}"
 
 
 def _half(x: Term, which: int) -> Term:

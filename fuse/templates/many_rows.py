@@ -227,7 +227,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     extension = kernel.extension
     more = bool(extension and not extension.narrow)
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
-    operands = [(array(name), f"tiles.tensor({name}, X)") for name in names]
+    operands = [(array(name), f"tensor({name}, X)") for name in names]
     parts = Part.of(kernel, parameters)
     weights = [p.loaded for p in products] + [part.weight for part in parts[1:]]
     weights += [parameters[extension.weight.array]] if extension else []
@@ -238,7 +238,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     made = [f"st({', '.join(map(str, one if turned else one[::-1]))}, {dtype})" for one in cut]
     operand_tiles = f"X, W{', W_PART' * (len(cut) > 1)} = st(CONSUMERS * ROWS, {STEP}, {dtype}), {', '.join(made)}"
     brought = "W_PART" if s.blocks > 1 else tile
-    operands += [(array(name), f"tiles.tensor({name}, {brought})") for name in weights]
+    operands += [(array(name), f"tensor({name}, {brought})") for name in weights]
     result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
     folds = Folds.of(kernel, parameters)
     high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
@@ -254,9 +254,7 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
     ends = [part.end for part in parts[:-1]]
     told = "".join(f", {one}" for one in (*arrays, *numbers, *ends, *(one.name for one in coming)))
     counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * more]
-    outs = (
-        folds.arguments if folds else [(array(parameters[y]), f"tiles.tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
-    )
+    outs = folds.arguments if folds else [(array(parameters[y]), f"tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
     results = [Sent("" if folds else f"y_{n}" if n > 1 else "y", into, writer.expression(y))
                for n, ((into, _), y) in enumerate(zip(outs, kernel.results), 1)]  # fmt: skip
     plain = not (folds or computes or parts)

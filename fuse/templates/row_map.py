@@ -58,10 +58,12 @@ def _warps(width: int, form: type[Writing]) -> int:
 class RowMap:
     """The terms that one such kernel computes.
 
-    roots: of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c; every tile that it has runs along it."""
+    roots: of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c; every tile that it has runs along it. held:
+    the dtype of results that are no casts."""
 
     def __init__(self, roots: Sequence[Term], leaves: Sequence[Term], columns: Axis, width: int):
         self.roots, self.leaves, self.columns, self.width = tuple(roots), tuple(leaves), columns, width
+        self.held = terms.SPACES[-1].dtype
 
     @classmethod
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> RowMap | None:
@@ -94,7 +96,7 @@ class RowMap:
     @property
     def dtype(self) -> str:
         """That all arrays are read as: their own, if it is one."""
-        found = {viewed(x).held_as("bfloat16") for x in self.leaves if along(x)}
+        found = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
         return (DTYPES | {FP8: "fp8e4m3"}).get(found.pop(), "fp32") if len(found) == 1 else "fp32"
 
     @property
@@ -103,7 +105,7 @@ class RowMap:
         if self.sums:
             return self.gathers
         held = [x.operation == "input" and x.what[1] in SIXTEEN for x in map(viewed, self.leaves) if along(x)]
-        return all(held) and all(x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if along(x))
+        return all(held) and all(x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if along(x))
 
     @property
     def sums(self) -> list[Term]:
@@ -115,7 +117,7 @@ class RowMap:
         """May sums over rows be kept, as they go by? Rows must be read once, by tiles that fill them, and lie unordered."""
         tiles = [x for x in self.leaves if is_tile(x)]
         fits = self.width % Gathered.columns == 0 and self.width <= Gathered.columns * Gathered.warps
-        short = [x.held_as(SIXTEEN[0]) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
+        short = [x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
         held = {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
         known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.names) for x in self.leaves)
         few = len(tiles) <= MOST_TILES and len(self.sums) <= HELD
@@ -128,7 +130,7 @@ class RowMap:
         inside, held = between(self.roots, self.leaves), {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
         maps = all(x.operation in MAPS or x.operation == "number" for x in inside) and all(map(is_tile, self.roots))
         tiles = [x for x in self.leaves if any(x.names)]
-        short = all(viewed(x).held_as(SIXTEEN[0]) in SIXTEEN for x in (*tiles, *self.roots))
+        short = all(viewed(x).held_as(self.held) in SIXTEEN for x in (*tiles, *self.roots))
         return (
             maps
             and short
@@ -150,7 +152,7 @@ class RowMap:
         parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
         fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
         if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
-            results = [x.held_as(SIXTEEN[0]) for x in self.roots if is_tile(x)]
+            results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
             return Alone if alone else Folded
         if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and parts and whole:
@@ -164,25 +166,41 @@ class RowMap:
 
     @property
     def registers(self) -> int:
-        """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what is cut off
-        at a row's end before it is reduced; and for draws."""
+        """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what would be
+        something beyond a row's end, as what is centred; and for draws."""
         tile = Folded.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
-        cut = any(self.filled(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
-        return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (cut + self.draws)
+        return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (self.cuts + self.draws)
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        if self.sums:  # nothing goes beyond
+        if self.sums or self.whole:  # nothing goes beyond
             return False
+        return self._is_something(x)
+
+    def _is_something(self, x: Term) -> bool:
         least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
         return not least or bool(beyond(x.of[0], self.leaves).any())
 
     @property
+    def cuts(self) -> bool:
+        """Is there something beyond the columns that no reduction may see?"""
+        return any(self._is_something(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
+
+    def filling(self, form: type[Writing]) -> bool:
+        """Do the columns of a block's tiles have a row each?"""
+        return issubclass(form, Folded) and self.width == form.columns * _warps(self.width, form)
+
+    @property
+    def whole(self) -> bool:
+        """Must rows be as wide as the tiles of a block? Where else something would have to be cut off, and they are."""
+        return not self.sums and self.cuts and self.filling(self.form)
+
+    @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
-        if self.sums:
+        if self.sums or self.whole:
             return {self.columns: self.width}
         if self.form is Flat:
             return {self.columns: Flat.columns}

@@ -26,7 +26,7 @@ DROPOUT = '''
 @inlined
 def dropout(x, dropped, per_kept, seed, {place}):
     """x / (1 - p), but 0 where 16 bits that follow from seed and place are below 65536 p, which is `dropped`."""
-    gone = {draw}(rt(x.rows, x.cols, fp32), dropped, seed, seed >> 32, 0, 0, {place})
+    gone = {draw}(rt(x.rows, x.cols, fp32), dropped, seed, seed >> 32, 0, 0, {place}{how})
     return where(gone, 0.0, x * per_kept)
 '''.strip()
 
@@ -42,7 +42,7 @@ def is_softmax_sum(x: Term) -> bool:
 class Writing:
     """The text of a row map, as it is written. columns: of a warp, at a time. most_warps: of a block. says: how rows lie."""
 
-    columns, most_warps, says = 128, 16, ""
+    columns, most_warps, says, unordered = 128, 16, "", False
     draw = "bernoulli", "row, col"  # by what op, and at what place
 
     def __init__(self, kernel: RowMap, parameters: dict[Term, str], spoken: dict[Term, str]):
@@ -69,7 +69,8 @@ class Writing:
             self.told += [(told[0], f"share_of({said})"), (told[1], f"1 / (1 - {said})")]
         draw, place = self.draw
         self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.of[1]]}, {{2}}, {place})"
-        self.text.helpers = DROPOUT.format(draw=draw, place=place).splitlines() if drops else []
+        how = ", unordered=True" * self.unordered
+        self.text.helpers = DROPOUT.format(draw=draw, place=place, how=how).splitlines() if drops else []
         used = {y for x in inside if x.operation != "dropout" for y in x.of}
         self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
@@ -261,9 +262,9 @@ class Folded(Writing):
         return ["if col == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + {written}, (row, 0), cols=1)"]
 
     @property
-    def unordered(self) -> bool:
-        """May columns come as they are read? Not where a row's end is cut off before it is summed, nor what is dropped."""
-        return self.kernel.alike and not any(map(self.kernel.filled, self.reductions)) and not self.drawn
+    def unordered(self) -> bool:  # type: ignore[override]
+        """May columns come as they are read? Not where a row's end is cut off before it is summed."""
+        return self.kernel.alike and not any(map(self.kernel.filled, self.reductions))
 
     def write(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
@@ -306,8 +307,8 @@ class Folded(Writing):
         return {"scratch": f"sv({-(-4 * self.kernel.warps // 16) * 16}, fp32)"} if self.reductions else {}
 
     def cut(self, x: str) -> str:
-        """How long a part of a row of an array is."""
-        return f"{x}.shape[1] // {FOLD}"
+        """How long a part of a row of an array is; a number where there must be nothing beyond all tiles of a block."""
+        return "WARPS * PART.cols" if self.kernel.whole else f"{x}.shape[1] // {FOLD}"
 
     def lead(self, x: Term) -> str:
         """What an array's rows are called that is cut."""

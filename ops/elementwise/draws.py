@@ -29,13 +29,19 @@ def bernoulli(shape, share, low, high, batch, head, row, col):
     return halves(seed, int(batch), int(head), int(row) + rows[:, None], int(col) + cols) < share
 
 
+UNORDERED = np.arange(32).reshape(QUAD, QUAD, 2).swapaxes(0, 1).ravel()  # of 32 columns of 16 bits, by those of a tile
+
+
 @op
-def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step):
+def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step, unordered=False):
     """The same draws for one row that is cut into parts of `step` columns, one below the other: element (i, j) of the tile is
-    at (batch, head, row, col + i step + j). col and step are multiples of 16."""
+    at (batch, head, row, col + i step + j). col and step are multiples of 16.
+
+    unordered: columns are in the order in which load_unordered gives those of arrays of 16 bits; they are a multiple of 32."""
     if col % TILE or step % TILE:
         raise here().hazard(f"bernoulli_of_row: col and step must be multiples of {TILE}: {col=}, {step=}")
     parts, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
+    cols = cols // 32 * 32 + UNORDERED[cols % 32] if unordered else cols
     seed = int(low) & WORD | (int(high) & WORD) << 32
     return halves(seed, int(batch), int(head), int(row), int(col) + int(step) * parts[:, None] + cols) < share
 
@@ -68,12 +74,14 @@ def _exchanged(b, odd, words):
     return even, [b.select(is_odd, x, y) for x, y in zip(mine, its)]
 
 
-def _check(name, shape, given, layouts):
+def _check(name, shape, given, layouts, columns=1):
     if not (isinstance(shape, rt) and shape.layout in layouts and shape.dtype is fp32):
         said = "an fp32 register tile type" + " in row layout" * (len(layouts) == 1)
         raise TypeError(f"{name}: shape must be {said}, such as rt(16, 64, fp32), got {shape}")
     if not all(map(integer, given)):
         raise TypeError(f"{name}: takes integers, got {', '.join(map(str, given))}")
+    if shape.cols % columns:
+        raise TypeError(f"{name}: what is unordered has a multiple of {columns} columns, got {shape}")
 
 
 def _keys(b, low, high):
@@ -120,18 +128,41 @@ def _(shape: type, share, low, high, batch, head, row, col):
 
 
 @lowers(bernoulli_of_row)
-def _(shape: type, share, low, high, batch, head, row, col, step):
-    _check("bernoulli_of_row", shape, (share, low, high, batch, head, row, col, step), ("row",))
+def _(shape: type, share, low, high, batch, head, row, col, step, unordered: int):
+    _check("bernoulli_of_row", shape, (share, low, high, batch, head, row, col, step), ("row",), 32 if unordered else 1)
 
     def lower(b, _, *values):
-        share, low, high, batch, head, row, col, step = map(b.u32, values)
+        share, low, high, batch, head, row, col, step = map(b.u32, values[:8])
         keys, bound = _keys(b, low, high), b.shl(share, b.u32(16))
         eighth = b.add(b.mul(b.lshr(row, b.u32(4)), b.u32(HALF)), b.and_(row, b.u32(HALF - 1)))
         lower_half = b.icmp_unsigned("!=", b.and_(row, b.u32(HALF)), b.u32(0))  # of 16 rows: a call serves both
         step, across = b.lshr(step, b.u32(2)), b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
         part, words, out = lane_first(b, shape, 0), dict[tuple[int, int], list](), []
+        if unordered:
+            in_quad = b.and_(b.lane(), b.u32(QUAD - 1))
+            odd = b.icmp_unsigned("!=", b.and_(in_quad, b.u32(1)), b.u32(0))
+
+            def side_by_side(i, group):
+                """A word for each two of eight columns side by side. Two lanes have sixteen of them: each makes two calls of
+                the four, and sends the other what is the other's."""
+                along = b.add(b.lshr(col, b.u32(2)), b.mul(b.add(part, b.u32(i)), step))
+                along = b.add(along, b.add(b.u32(HALF * group), b.mul(in_quad, b.u32(2))))  # two calls for each lane
+                mine, its = [], []
+                for call in (0, 1):
+                    four = philox4x32(b, (eighth, b.add(along, b.u32(call)), head, batch), keys)
+                    left, right = (b.select(lower_half, four[n + 1], four[n]) for n in (0, 2))
+                    mine.append(b.select(odd, right, left))
+                    its.append(ptx.shuffle_xor(b, b.select(odd, left, right), 1))
+                return [b.select(odd, y, x) for x, y in zip(mine, its)] + [b.select(odd, x, y) for x, y in zip(mine, its)]
+
         for k in range(shape.elements):
             i, j = shape.element(0, k)
+            if unordered:
+                place = i, j // 32
+                if place not in words:
+                    words[place] = side_by_side(*place)
+                out.append(_drawn(b, words[place][j % 32 // HALF], j % 2, bound))
+                continue
             place = i, j // TILE
             if place not in words:
                 along = b.add(across, b.mul(b.add(part, b.u32(i)), step))

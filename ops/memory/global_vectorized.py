@@ -147,11 +147,11 @@ def columns_at_once(size):
 
 
 def order(spec, held):
-    """Which column of an array of dtype `held` is each of a tile of type `spec`, if no lane exchanges anything."""
-    exchange, elements = EXCHANGES[held.itemsize][0], 4 // held.itemsize
-    lanes, (low, high), found = np.arange(QUAD), exchange.column, np.empty(spec.cols, int)
+    """Which column of an array of dtype `held` is each of a tile or vector of type `spec`, if no lane exchanges anything."""
+    exchange, elements, columns = EXCHANGES[held.itemsize][0], 4 // held.itemsize, spec.shape[1]
+    lanes, (low, high), found = np.arange(QUAD), exchange.column, np.empty(columns, int)
     lane_first = (lanes & 1) * low + (lanes >> 1) * high
-    for first, words in zip(range(0, spec.cols, exchange.columns), _words(exchange, _moved(spec, held))):
+    for first, words in zip(range(0, columns, exchange.columns), _words(exchange, _moved(spec, held))):
         for k, (_, col) in enumerate(words):
             for e in range(elements):
                 found[col + max(elements, 2) * lanes + e] = first + lane_first + elements * k + e

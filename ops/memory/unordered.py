@@ -24,7 +24,7 @@ from tiles.interpreter import here
 from tiles.interpreter.accesses import READ
 from tiles.op import integer, lowers, op
 from tiles.plumbing import SCALARS, void
-from tiles.types import rt, st
+from tiles.types import rt, rv, st
 from tiles.values import Tile
 
 from . import global_vectorized
@@ -36,12 +36,13 @@ QUAD_OF_8, BAND = 64, 16  # the same of 1 byte; rows of a tile of it
 
 @op(takes_operands=True)
 def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
-    """The register tile of type `spec` from a global array, as `load`, but with its columns in an order of their own. The order
-    is the same for all arrays with as many bytes an element. Use it if columns are only added up, or stored by
-    `store_unordered` to such an array.
+    """The register tile or row_vec of type `spec` from a global array, as `load`, but with its columns in an order of their
+    own. The order is the same for all arrays with as many bytes an element. Use it if columns are only added up, or stored
+    by `store_unordered` to such an array.
 
     Tiles in row layout, of 32 columns or a multiple (64 for fp8, which come from fp8 only; 16 for arrays of fp32); rows
-    before columns in the array. aligned: None, or True, a promise as in `load`."""
+    before columns in the array. Vectors of as many columns, not of fp8, along the array's last axis. aligned: None, or for a
+    tile True, a promise as in `load`."""
     return load_rows(source, spec, at, rows, cols, aligned, 0)[:, global_vectorized.order(spec, DTYPES[source.dtype])]
 
 
@@ -60,13 +61,14 @@ def _narrows(spec, held):
 
 
 def _check(name, array, spec, rows, cols, stores=False):
-    if not isinstance(array, types.Array) or not isinstance(spec, rt):
+    vector = isinstance(spec, rv) and not stores
+    if not isinstance(array, types.Array) or not (isinstance(spec, rt) or vector):
         raise TypeError(f"{name}: takes register tiles and global arrays, got {spec} and {array}")
     held, moved = SCALARS[array.dtype], spec
     if stores and _narrows(spec, held) and spec.cols % QUAD_OF_16 == 0:
         moved = replace(spec, dtype=held)
     columns = global_vectorized.columns_at_once(2 if moved is not spec else held.itemsize)
-    if not global_vectorized.suits(array, moved, rows, cols) or spec.cols % columns:
+    if not global_vectorized.suits(array, moved, rows, cols) or spec.shape[1] % columns:
         raise TypeError(
             f"{name}: takes tiles in row layout of a multiple of {columns} columns, along the later of two axes, "
             f"fp8 if the array is; got {spec} and {array}, axes {rows} and {cols}"
@@ -77,6 +79,8 @@ def _check(name, array, spec, rows, cols, stores=False):
 def _(source, spec: type, at, rows: int, cols: int, aligned: int):
     check_load("load_unordered", source, spec, at, rows, cols, aligned, 1)
     _check("load_unordered", source, spec, rows, cols)
+    if aligned and isinstance(spec, rv):
+        raise TypeError(f"load_unordered: `aligned` is a promise about tiles, got {spec}")
     return spec, global_vectorized.lower_load(source, spec, rows, cols, lambda b: b.u32(0), aligned, ordered=False)
 
 

@@ -47,6 +47,25 @@ def test_dtypes(dtype):
     assert all((a == b).all() for a, b in zip(kernel(x), got))
 
 
+KERNELS = {  # of a scale, which comes first, so that results have its dtype; each of another form of row maps
+    "flat": lambda s, x, z: x * s,
+    "folded": lambda s, x, z: x * fuse.rsqrt(fuse.mean(x * x)) * s,
+    "alone": lambda s, x, z: (x + z, (x + z) * fuse.rsqrt(fuse.mean(x * x)) * s),
+    "halves": lambda s, x, z: (x * s, fuse.concatenate([y * 3.0 for y in fuse.halves(x)[::-1]])),
+    "halves of what is kept": lambda s, x, z: (x * s, fuse.concatenate([y * 3.0 for y in fuse.halves(fuse.softmax(x))])),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_results_of_another_dtype_than_the_arrays(name):
+    """What is read by 16 bits is not in the order in which 32 bits are written."""
+    kernel = fuse.kernel(KERNELS[name])
+    arrays = np.array([2], np.float32), normal(5, 2048), normal(5, 2048)[::-1].copy()
+    got = kernel.run(*arrays)
+    assert all(y.dtype == np.float32 for y in (got if isinstance(got, tuple) else (got,)))
+    compare(kernel, arrays, got)
+
+
 def test_one_number_a_row():
     """Beside rows that are folded."""
     kernel = fuse.kernel(lambda x: (x - fuse.mean(x), fuse.cast(fuse.mean(x), fp32)))

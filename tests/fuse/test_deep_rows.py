@@ -34,13 +34,30 @@ def normed(x, g, y):
     ("shape", "positions"), [((2, 3, 19, 48), (19, 24)), ((19, 48), (19, 24)), ((2, 19, 3, 256), (19, 1, 128))]
 )
 def test_a_norm_ahead_of_rotary_embedding(shape, positions):
-    """One kernel, which reads once."""
+    """One kernel; a half that is in several tiles is read for the norm first."""
     arrays = sample(shape, shape[-1:], positions, positions)
     text = turned.source(*arrays)
     assert text.count("@cuda.jit") == 1 and "row_sum(" in text and len(text.splitlines()) < 60
+    assert text.count("for col in range(0, width, TILE.cols)") == (2 if shape[-1] > 128 else 0)
     compare(turned, arrays, turned.run(*arrays))
     proof = turned.proof(*arrays)
     assert proof.holds, proof
+
+
+@pytest.mark.parametrize("columns", [96, 240])
+def test_sums_one_after_the_other(columns):
+    """The second is of what the first gives."""
+
+    @fuse.kernel
+    def twice(x, g):
+        first, second = fuse.halves(rms(rms(x, g), g))
+        return fuse.concatenate([second - first, first * 2.0])
+
+    arrays = sample((19, columns), (columns,))
+    text = twice.source(*arrays)
+    assert text.count("@cuda.jit") == 1 and text.count("for col in") == (3 if columns > 128 else 0)
+    compare(twice, arrays, twice.run(*arrays))
+    assert twice.proof(*arrays).holds
 
 
 def test_rows_too_wide_for_a_tile():

@@ -25,6 +25,16 @@ def test_what_is_dropped(shape):
     ).tolist()
 
 
+@pytest.mark.parametrize("columns", [1024, 1040, 2048])
+def test_of_16_bits(columns):
+    """Their columns come unordered where rows fill their tiles, and so do draws."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype(bf16.np) for shape in ((19, columns), (19, columns), (columns,), (columns,))]
+    operator = operators.dropout_residual_layer_norm
+    assert ("unordered=True" in operator.source(*arrays, SEED)) == (columns % 512 == 0)
+    compare(operator, (*arrays, SEED % 2**50), operator.run(*arrays, SEED % 2**50))
+
+
 def test_as_many_as_were_asked_for():
     assert abs((fuse.dropout(np.ones((64, 1024)), 0.1, SEED) == 0).mean() - 0.1) < 0.01
     assert (kept((8, 8), 0.0, 7)).all()

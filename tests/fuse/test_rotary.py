@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from references import compare
 
 import fuse
-from fuse import operators
-from tiles import bf16
+from fuse import inspect, operators
+from fuse.cost import card_of
+from fuse.trace import Shape
+from tiles import bf16, fp16
+from tiles.inspect import figures
 
 SHAPES = {  # of x, and of cos and sin
     "rows": ((19, 48), (19, 24)),
@@ -13,6 +17,9 @@ SHAPES = {  # of x, and of cos and sin
     "heads_lead": ((2, 3, 70, 136), (70, 68)),
     "heads_follow": ((2, 19, 3, 48), (19, 1, 24)),
     "one_position": ((2, 3, 1, 48), (1, 24)),
+    "pieces": ((37, 400), (37, 200)),
+    "pieces_of_heads": ((2, 3, 19, 272), (19, 136)),
+    "bands_of_heads": ((2, 37, 3, 128), (37, 1, 64)),
 }
 
 
@@ -34,23 +41,61 @@ def test_rotary(name):
     assert np.abs(operators.rotary(*arrays).astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", ["rows", "heads_lead", "heads_follow"])
+@pytest.mark.parametrize("name", ["rows", "heads_lead", "heads_follow", "pieces_of_heads", "bands_of_heads"])
 def test_proof(name):
     x, cos = SHAPES[name]
     proof = operators.rotary.proof(*sample(x, cos, cos))
     assert proof.holds, proof
 
 
-def test_one_half():
+def test_everything_is_asked_for_at_once():
+    """By many warps, with small tiles, whatever the width."""
+    for columns in 64, 66, 4096:
+        text = operators.rotary.source(*sample((9, columns), (9, columns // 2), (9, columns // 2)))
+        assert "TILE = rt(16, 32, fp32)" in text and ("pieces" in text) == (columns > 64)
+        assert text.count("load_unordered(") == 4 and "range(" not in text
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_registers_are_spilled(arch, dtype):
+    """Where so many blocks are asked for."""
+    shapes = [Shape(shape, dtype) for shape in ((64, 512), (64, 256), (64, 256))]
+    ((kernel, types, threads, shared),) = operators.rotary.launches(shapes, card_of(arch))
+    found = figures(kernel, types, arch, shared, threads)
+    assert not inspect.bad(found) and found.occupancy.warps >= 14
+
+
+@pytest.mark.parametrize("dtype", [np.float32, fp16.np])
+def test_angles_of_another_dtype(dtype):
+    """Float32's bytes are in another order than those of x."""
+    x, cos, sin = sample((19, 96), (19, 48), (19, 48))
+    arrays = x, cos.astype(dtype), sin.astype(dtype)
+    assert ("load_unordered" in operators.rotary.source(*arrays)) == (dtype is fp16.np)
+    compare(operators.rotary, arrays, operators.rotary.run(*arrays))
+
+
+def test_warps_side_by_side_read_the_same_angles():
+    """And the pieces of one row, which lie side by side."""
+    text = operators.rotary.source(*sample((2, 3, 19, 272), (19, 136), (19, 136)))
+    assert text.index("piece = divmod(") < text.index("head = divmod(rest") < text.index("band, batch = divmod(rest")
+
+
+@pytest.mark.parametrize("columns", [80, 400])
+def test_one_half(columns):
     """A gate that comes beside what it gates."""
     gated = fuse.kernel(lambda x: fuse.silu(fuse.halves(x)[0]) * fuse.halves(x)[1])
-    arrays = sample((19, 80))
+    arrays = sample((19, columns))
     text = gated.source(*arrays)
     assert text.count("@cuda.jit") == 1 and len(text.splitlines()) < 40
     proof = gated.proof(*arrays)
     assert proof.holds, proof
     with pytest.warns(RuntimeWarning, match="must have axes of the arguments"):  # who would make it?
-        assert gated.run(*arrays).shape == (19, 40)
+        want = gated.run(*arrays)
+    space, y = {}, np.full_like(want, np.nan)
+    exec(text, space)
+    space["launch"](*arrays, y)
+    assert y.shape == (19, columns // 2) and np.allclose(y.astype(float), want.astype(float), atol=0.02)
 
 
 def test_odd_columns():

@@ -97,6 +97,23 @@ def test_the_text_is_the_kernel(columns):
         assert (mine == its).all()
 
 
+@pytest.mark.parametrize(("columns", "whole"), [(512, False), (1024, True), (1040, False), (1536, False), (4096, True)])
+def test_rows_that_fill_their_tiles(columns, whole):
+    """Nothing beyond them could be summed, so columns may come in any order; a module that is kept takes no other rows."""
+    rng = np.random.default_rng(0)
+    arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
+    text = layer_norm.source(*arrays)
+    assert ("load_unordered(" in text, "right_fill(" in text) == (whole, not whole)
+    compare(layer_norm, arrays, layer_norm.run(*arrays))
+    assert layer_norm.proof(*arrays).holds
+    if whole:
+        space: dict = {}
+        exec(text, space)
+        others = [sample(rng, kind, 5, columns // 2, bf16) for kind in "xxggxx"]
+        with pytest.raises(ValueError, match="reshape"):
+            space["launch"](*others)
+
+
 def test_names_are_those_of_the_definition():
     """What the definition calls a term the kernel calls it, too."""
     text = layer_norm.source(*[np.zeros(s, bf16.np) for s in ((5, 100), (5, 100), 100, 100)])

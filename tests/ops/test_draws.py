@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from ops import bernoulli, bernoulli_of_row, store
+from ops import bernoulli, bernoulli_of_row, store, store_unordered
 from tiles import Hazard, bf16, fp32, rt
 from tiles.philox import halves, philox4x32
 from tiles.testing import blank, meaning
@@ -73,6 +73,21 @@ def test_draws_of_a_row_in_parts(run, row, col, step):
     assert (out == (halves(77 | 3 << 32, 1, 2, row, columns) < 0x27D5)).all()
 
 
+@pytest.mark.parametrize(("row", "col", "step"), [(0, 0, 64), (5, 32, 64), (2**20 + 12, 16, 256)])
+def test_draws_of_a_row_whose_columns_are_unordered(run, row, col, step):
+    """Stored as such tiles are, they are those of their places."""
+    WIDE = rt(32, 64, fp32)
+
+    @cuda.jit
+    def drawn_of_row(out, row, col, step):
+        store_unordered(out, bernoulli_of_row(WIDE, 0x27D5, 77, 3, 1, 2, row, col, step, unordered=True), (0, 0))
+
+    out = blank(WIDE.shape, bf16)
+    run(drawn_of_row, out, row, col, step)
+    columns = col + step * np.arange(WIDE.rows)[:, None] + np.arange(WIDE.cols)
+    assert (out == (halves(77 | 3 << 32, 1, 2, row, columns) < 0x27D5)).all()
+
+
 @pytest.mark.parametrize("share", [0, 1, 0x27D5, 0x8000, 65535])
 @pytest.mark.parametrize("drawn", [drawn, drawn_by_columns])
 def test_draws(run, drawn, share):
@@ -101,3 +116,5 @@ def test_mistakes():
     for shape in rt(16, 16, bf16), rt(16, 16, fp32).col_vec:
         with pytest.raises(TypeError, match=re.escape(f"such as rt(16, 64, fp32), got {shape}")):
             bernoulli(shape, 1, 0, 0, 0, 0, 0, 0)
+    with pytest.raises(TypeError, match=re.escape("what is unordered has a multiple of 32 columns, got rt(16, 48")):
+        bernoulli_of_row(rt(16, 48, fp32), 1, 0, 0, 0, 0, 0, 0, 48, unordered=True)

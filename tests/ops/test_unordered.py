@@ -38,6 +38,24 @@ def test_maps_and_sums_of_rows(run, sample, shape, held, dtype, first):
     assert (z[:, first:] == wanted).all()
 
 
+@pytest.mark.parametrize("held, dtype, first", [(bf16, fp32, 0), (fp16, fp32, 1), (fp32, fp32, 0), (bf16, bf16, 0)], ids=str)
+def test_vectors_along_columns(run, sample, held, dtype, first):
+    """Their columns are those of tiles; the array ends within the vector."""
+    T = rt(16, 96, dtype)
+
+    @cuda.jit
+    def kernel(x, y, z):
+        product = fp32(load_unordered(x, T, (0, first))) * fp32(load_unordered(y, T.row_vec, (1, first)))
+        store_unordered(z, product, (0, first))
+
+    x, y = (np.round(sample(shape) * 4).astype(held.np) for shape in ((16, 97), (2, 88)))
+    z = blank((16, 97), held)
+    run(kernel, x[:, :96].copy() if not first else x, y, z)
+    width = y.shape[1] - first
+    wanted = x[:, first : first + width].astype(np.float32) * y[1, first:].astype(np.float32)
+    assert (z[:, first : first + width] == wanted.astype(held.np)).all() and (z[:, y.shape[1] : first + 96] == 0).all()
+
+
 @pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 9), (1, 16)], ids=["eight bytes", "fewer rows", "byte by byte"])
 def test_to_bytes(run, sample, first, rows):
     """What was 16 bits, rounded and stored as fp8; beyond the end is the greatest number."""
@@ -73,8 +91,18 @@ def test_what_is_refused():
     def kernel(x):
         store_unordered(x, load_unordered(x, narrow, (0, 0)), (0, 0))
 
-    with pytest.raises(TypeError, match="load_unordered: takes tiles in row layout of a multiple of 32 columns"):
-        meaning(kernel, np.zeros((16, 16), bf16.np))
+    @cuda.jit
+    def of_rows(x):
+        load_unordered(x, rt(32, 32, bf16).col_vec, (0, 0))
+
+    @cuda.jit
+    def promised(x):
+        load_unordered(x, rt(32, 32, bf16).row_vec, (0, 0), aligned=True)
+
+    tiles_only = "load_unordered: takes tiles in row layout of a multiple of 32 columns"
+    for wrong, words in (kernel, tiles_only), (of_rows, tiles_only), (promised, "`aligned` is a promise about tiles"):
+        with pytest.raises(TypeError, match=words):
+            meaning(wrong, np.zeros((16, 16), bf16.np))
 
 
 @pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2], ids=str)
