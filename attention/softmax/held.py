@@ -6,11 +6,13 @@ from typing import Any
 from numba.cuda import types
 from numpy import int32
 
+from ops import wait_count
 from tiles import inlined, static
 from tiles.arguments import ENDS, INT, tiled
 from tiles.types import gl, st
 
 TABLE = types.Array(types.int32, 2, "A")  # of pages' numbers
+BLOCK = 128  # keys that come together: see Arriving
 
 
 @static
@@ -32,6 +34,16 @@ class Along:
         return ""
 
     @inlined
+    def here(self, given):
+        """How much of them has come before a tile of queries begins: see `come`."""
+        return int32(0)
+
+    @inlined
+    def come(self, seen, key, keys, given):
+        """So many keys from `key` on are here, and their values: how much has come by now, of which `seen` was known."""
+        return seen
+
+    @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
         """Fill tile j of a ring: from place `key` on of a Sequence, which has that number."""
         ring.fill(j, source, (own.batch, key, head))
@@ -40,6 +52,38 @@ class Along:
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """Start copying tile j of `n` of a pipeline, `piece` bytes at once."""
         pipe.fill(j, source, (own.batch, key, head, 0), 1, 3, n, piece)
+
+
+@static
+class Arriving(Along):
+    """The same, in memory into which they are being copied meanwhile, some after the others. given.arrived[0] counts the copies
+    that are done; given.awaits[n] of them must be before keys BLOCK n to BLOCK n + BLOCK are here, and its last number is how
+    many there are. Whoever copies must need no multiprocessor: all of them may be waiting here."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Along."""
+        return {"arrived": ENDS, "awaits": ENDS}
+
+    def __str__(self):
+        return " arriving"
+
+    @inlined
+    def here(self, given):
+        """See Along. When all have come no block of keys asks again."""
+        seen, every = int32(given.arrived[0]), int32(given.awaits[given.awaits.shape[0] - 1])
+        if seen >= every:
+            wait_count(given.arrived, (int32(0),), every)  # for its fence
+        return seen
+
+    @inlined
+    def come(self, seen, key, keys, given):
+        """See Along."""
+        first, last = int32(key // BLOCK), int32(min((key + keys - 1) // BLOCK, given.awaits.shape[0] - 2))
+        awaited = int32(max(given.awaits[first], given.awaits[last]))
+        if seen < awaited:
+            wait_count(given.arrived, (int32(0),), awaited)
+        return int32(max(seen, awaited))
 
 
 @static

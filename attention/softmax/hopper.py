@@ -319,7 +319,7 @@ def make(config: Config):
                 own, row = sequences.sequence(batch, given), ROWS * block
                 kv_head, _ = divmod(head, group)
                 at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                every = tiling.key_blocks(row, at)
+                every, seen = tiling.key_blocks(row, at), held.here(given)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
                 if AHEAD:
@@ -330,6 +330,7 @@ def make(config: Config):
                         later = own.key + tiling.key(every, i + 1, at)
                         held.fill(k, j + i + 1, gK, own, batch, later, kv_head, given)
                     if not AHEAD:
+                        seen = held.come(seen, key, KV, given)
                         held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
