@@ -14,6 +14,8 @@ import torch
 
 import attention
 
+from ..softmax.arriving import arriving
+from .arrival import Arrival, arrival_of
 from .choice import FULL, WORTH, first_heads, mostly_at_home
 from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
@@ -22,6 +24,7 @@ from .peers import Peers
 from .pieces import TILE, Call, Piece, nothing, sloped
 
 LONG = WORTH  # bytes: see first_heads
+HOPPER = 9  # compute capability of GPUs whose attention waits for keys
 
 
 class Turn(NamedTuple):
@@ -47,6 +50,10 @@ class Gather:
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
+        arrival = self._arrival(q, call) if self.peers.maps else None
+        if arrival is not None:
+            keys, values, arrived = self.peers.arrive(arrival, k, v)
+            return arriving(q, keys, values, arrival.lengths, arrived, arrival.awaits, arrival.causal, arrival.scale)
         turns = self._turns(q, k, call)
         moving = [None if turn.way is None else move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
         if len(turns) == 1 and len(turns[0].parts) == 1 and turns[0].parts[0][0] is None:  # one call makes all there is
@@ -92,6 +99,15 @@ class Gather:
             home.append(sums_on_their_way(self.peers, *[(x, back) for x in sums], into=totals))
         for on_their_way_back in home:
             on_their_way_back.wait()
+
+    def _arrival(self, q: Any, call: Call) -> Arrival | None:
+        """How keys and values come while they are read; None: they are all waited for."""
+        found = self.known.get("arrival", False)
+        if found is False:
+            serves = call.plain and (q.device.type == "cpu" or torch.cuda.get_device_capability(q.device)[0] == HOPPER)
+            found = arrival_of(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
+            self.known["arrival"] = found
+        return found
 
     def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:
         """What is done for a call; remembered if calls of this form differ in nothing but q, k and v."""

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .moves import Way
+from .arrival import Arrival
+from .moves import Split, Way
+from .orders import Span
 from .peers import Peers, Pending, one_of
 
 ALIGNED = 256  # bytes
@@ -37,6 +39,10 @@ class Mapped(Peers):
     def maps(self) -> bool:
         """See Peers."""
         return self.memory.open
+
+    def arrive(self, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """See Peers."""
+        return self.memory.arriving(self.rank, arrival, k, v)
 
     def bring(self, routes: Sequence[tuple[Any, Way, Sequence[Any]]]) -> Pending:
         """See Peers."""
@@ -57,6 +63,7 @@ class Memory:
     def __init__(self, peers: Peers):
         self.peers, self.nbytes, self.half, self.stream = peers, 0, 0, torch.cuda.Stream()
         self.views: dict[Any, Any] = {}
+        self.write = torch._C._distributed_c10d._SymmetricMemory.stream_write_value32
 
     @property
     def open(self) -> bool:
@@ -74,6 +81,41 @@ class Memory:
             self.whole = _symmetric_memory.empty(2 * nbytes, dtype=torch.uint8, device="cuda")
             self.handle = _symmetric_memory.rendezvous(self.whole, self.peers.group)
         self.half = 0 if self.half else self.nbytes
+
+    def arriving(self, rank: int, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Own rows are put at their places, all meet, and the others' are copied while what is given back is read."""
+        sizes = [-(-arrival.keys * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED for x in (k, v)]
+        self.turn(sum(sizes))
+        known = self.views.get((arrival, self.half))
+        if known is None:
+            known = self.views[arrival, self.half] = self._arriving(rank, arrival, sizes, k, v)
+        split, places, none, copies, keys, values, arrived, count = known
+        now = torch.cuda.current_stream()
+        now.wait_stream(self.stream)  # whoever called last
+        torch._foreach_copy_(places, [*split.of(k, 1), *split.of(v, 1), none])
+        self.handle.barrier(0, PATIENCE)
+        self.stream.wait_stream(now)
+        with torch.cuda.stream(self.stream):
+            for n, pairs in enumerate(copies):
+                for place, x in pairs:
+                    place.copy_(x)
+                self.write(count, 0, n + 1)
+        return keys, values, arrived
+
+    def _arriving(self, rank: int, arrival: Arrival, sizes: Sequence[int], k: Any, v: Any) -> tuple[Any, ...]:
+        """What calls of a form have in common that have this half."""
+        begins = [(0, k), (sizes[0], v)]
+
+        def of(rank: int, at: int, x: Any, span: Span) -> Any:
+            return self.view(at, x.dtype, x.shape[2:], rank, *span)
+
+        split = Split(k.shape[1], [(at, len(span)) for at, span in arrival.own])
+        places = [of(rank, at, x, span) for at, x in begins for _, span in arrival.own]
+        copies = [[(of(rank, at, x, span), of(other, at, x, span)) for at, x in begins] for other, span in arrival.copies]
+        keys, values = [of(rank, at, x, Span(0, arrival.seen)) for at, x in begins]
+        counts = torch.zeros(2, dtype=torch.int32, device="cuda")[:1]
+        none = torch.zeros(2, dtype=k.dtype, device="cuda")
+        return split, [*places, counts.view(k.dtype)], none, copies, keys, values, counts, counts.view(torch.uint32)
 
     def view(self, at: int, dtype: Any, shape: Sequence[int], rank: int, first: int, end: int) -> Any:
         """Rows of the array that a rank has in its half from a byte on."""

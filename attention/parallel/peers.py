@@ -55,6 +55,10 @@ class Peers:
         """Do rows come by `bring` now? See mapped.py."""
         return False
 
+    def arrive(self, arrival: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """(keys, values, how many copies are done): those that an Arrival says are on their way, where there are maps."""
+        raise NotImplementedError
+
     def bring(self, routes: Sequence[tuple[Any, Any, Sequence[Any]]]) -> Pending:
         """Of each array, of a batch of one, by its Way, the rows that others have to their places in another."""
         raise NotImplementedError

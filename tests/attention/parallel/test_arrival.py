@@ -1,0 +1,80 @@
+"""Keys and values that are copied while attention reads them: the plan of it, by ranks that are threads; test_nccl.py has the
+copies, which take two GPUs."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import threads
+import torch
+from ranks import drawn
+from threads import Thread, together
+
+import attention
+from attention import parallel
+from attention.parallel.arrival import arrival_of
+from attention.parallel.orders import Span, order_of
+from attention.parallel.pieces import Call
+
+
+class Copying(Thread):
+    """One whose copies are done before attention begins. What does not come is NaN."""
+
+    maps = True
+
+    def arrive(self, arrival, k, v):
+        found = []
+        for x in (k, v):
+            whole = torch.full((1, arrival.keys, *x.shape[2:]), torch.nan, dtype=x.dtype)
+            for at, span in arrival.own:
+                whole[:, span.start : span.stop] = x[:, at : at + len(span)]
+            for each in self.told(whole):
+                for rank, span in arrival.copies:
+                    if not each[:, span.start : span.stop].isnan().any():
+                        whole[:, span.start : span.stop] = each[:, span.start : span.stop]
+            found.append(whole[:, : arrival.seen])
+        return *found, arrival.awaits[-1:]
+
+
+@pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1024), (3, 768)])
+def test_bits_are_those_of_one(monkeypatch, world, length):
+    monkeypatch.setattr(threads, "Thread", Copying)
+    q, k, v = drawn(length)
+    wanted = attention.forward(q, k, v, causal=True, return_lse=True)
+    called = []
+    arrive = Copying.arrive
+    monkeypatch.setattr(Copying, "arrive", lambda *x: called.append(x) or arrive(*x))
+
+    def rank(peers):
+        mine = [parallel.shard(x, peers) for x in (q, k, v)]
+        out, lse = parallel.forward(*mine, group=peers, scheme="gather", causal=True, return_lse=True)
+        return torch.equal(out, parallel.shard(wanted[0], peers)), torch.equal(lse, parallel.shard(wanted[1], peers, 2))
+
+    assert together(world, rank) == [(True, True)] * world
+    assert len(called) == world
+
+
+def planned(world, rank, length, order="zigzag", **told):
+    spans = order_of(order).spans(length, world)
+    call = Call(told, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
+    return arrival_of(rank, spans, spans, 1, call)
+
+
+def test_what_comes_first_is_read_first():
+    """Blocks of keys are read from the last to the first."""
+    found = planned(3, 0, 1536, causal=True)
+    assert found.copies == ((1, Span(1024, 1280)), (2, Span(512, 1024)), (1, Span(256, 512)))
+    assert found.awaits.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
+    last = planned(3, 2, 1536, causal=True)
+    assert (last.seen, last.copies) == (1024, ((1, Span(256, 512)), (0, Span(0, 256))))
+    assert last.awaits.tolist() == [2, 2, 1, 1, 0, 0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "told", [dict(length=1000), dict(window=(100, 0)), dict(causal=True, softcap=5.0), dict(length=1280 + 64)]
+)
+def test_others_are_waited_for(told):
+    """On all ranks or on none: all of them meet."""
+    told = dict(told)
+    length = told.pop("length", 1024)
+    assert [planned(2, rank, length, **{"causal": True, **told}) for rank in range(2)] == [None, None]
