@@ -49,6 +49,11 @@ class Along:
         ring.fill(j, source, (own.batch, key, head))
 
     @inlined
+    def fill_values(self, ring, j, source, own, number, key, head, given):
+        """The same of values."""
+        self.fill(ring, j, source, own, number, key, head, given)
+
+    @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """Start copying tile j of `n` of a pipeline, `piece` bytes at once."""
         pipe.fill(j, source, (own.batch, key, head, 0), 1, 3, n, piece)
@@ -84,6 +89,52 @@ class Arriving(Along):
         if seen < awaited:
             wait_count(given.arrived, (int32(0),), awaited)
         return int32(max(seen, awaited))
+
+
+@static
+class Apart(Along):
+    """Those of two spans in arrays of their own, one span behind the other, and all others one behind the other in the kernel's:
+    nobody has to put them together. Spans begin and end with a block of keys, or where keys end. key, value: a block of them."""
+
+    key: st
+    value: st
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Along."""
+        arrays = {"own_k": tiled(self.key, unit=1), "own_v": tiled(self.value, unit=1)}
+        return arrays | dict.fromkeys(("own_first", "own_end", "own_second", "own_second_end"), INT)
+
+    def __str__(self):
+        return " apart"
+
+    @inlined
+    def place(self, key, given):
+        """(do a key and its block lie in one of the spans, in which row of the arrays that have it)"""
+        first = min(max(key, given.own_first), given.own_end) - given.own_first  # keys of the spans that come before it
+        second = min(max(key, given.own_second), given.own_second_end) - given.own_second
+        in_first = key >= given.own_first and key < given.own_end
+        mine = in_first or (key >= given.own_second and key < given.own_second_end)
+        before = int32(first + second)
+        return mine, before if mine else int32(key - before)
+
+    @inlined
+    def fill(self, ring, j, source, own, number, key, head, given):
+        """See Along."""
+        mine, row = self.place(key, given)
+        if mine:
+            ring.fill(j, given.own_k, (own.batch, row, head))
+        else:
+            ring.fill(j, source, (own.batch, row, head))
+
+    @inlined
+    def fill_values(self, ring, j, source, own, number, key, head, given):
+        """See Along."""
+        mine, row = self.place(key, given)
+        if mine:
+            ring.fill(j, given.own_v, (own.batch, row, head))
+        else:
+            ring.fill(j, source, (own.batch, row, head))
 
 
 @static

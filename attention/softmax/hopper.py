@@ -335,7 +335,7 @@ def make(config: Config):
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
                     brought.fill(tiles, j + i, given, (batch, head, row, tiling.key(every, i, at) // KV))
-                    held.fill(v, j + i, gV, own, batch, key, kv_head, given)
+                    held.fill_values(v, j + i, gV, own, batch, key, kv_head, given)
                 r, j = int32(r + 1), int32(j + every.n)
         else:
             warpgroup.claim_registers(claim)

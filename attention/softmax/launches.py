@@ -18,7 +18,6 @@ from . import blocks as lists
 from .assembled import Assembled
 from .block_masks import Blocked
 from .fp8 import of_blocks
-from .held import Arriving
 from .norms import Layer, Rms
 from .online import LOG2_E, SLACK
 from .ready import Listing, check, giving
@@ -171,10 +170,6 @@ def planned(
     kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
     if lie is Batched and not (axes or by_list or unrounded):
         kind = {}
-    if "arrived" in problem:
-        if not tma:
-            raise ValueError(f"family: keys that arrive take sm_90: {family=}")
-        kind, where = kind | {"held": Arriving()}, where | {name: problem[name] for name in ("arrived", "awaits")}
     if not tma and problem.dtype == "float8_e4m3fn":
         needs_hopper(problem)
         raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
