@@ -19,7 +19,7 @@ import attention
 from attention import parallel
 from attention.parallel import gather, pieces
 from attention.parallel.peers import Peers, Pending, peers_of
-from attention.softmax import arriving as arrives
+from attention.softmax import elsewhere
 from bench.ranks import CAUSAL, drawn, milliseconds, of_the_host, say, slowest
 
 mapped = sys.modules["attention.parallel.mapped"]
@@ -195,7 +195,7 @@ def parts_alone(mine, length, dim=128):
         forward = lambda: attention.forward(mine[0], keys, values, causal=True, lengths_k=lengths, return_lse=True)
     else:
         forward = lambda: attention.forward(mine[0], keys, values, causal=True, return_lse=True)
-    return forward, lambda: arrives.arriving(mine[0], keys, values, lengths, arrived, awaits, True)
+    return forward, lambda: elsewhere.arriving(mine[0], keys, values, lengths, arrived, awaits, True)
 
 
 def messages():

@@ -13,15 +13,14 @@ import torch
 
 from ..softmax.held import BLOCK
 from .orders import Span, Spans, count, places
+from .others import SERVED
 from .pieces import Call, Piece
-
-SERVED = {"causal", "scale", "deterministic"}  # what such a call may be told
 
 
 class Arrival(NamedTuple):
     """What calls of a form have in common. keys: rows of the whole; seen: of these the first, which the rank's queries see. own:
     (where they lie in the rank's share, which) of its keys. copies: (whose, which) of the others', in their order. lengths: see
-    attention.forward's lengths_k. awaits: see softmax.arriving."""
+    attention.forward's lengths_k. awaits: see softmax.elsewhere."""
 
     keys: int
     seen: int

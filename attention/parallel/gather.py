@@ -14,17 +14,17 @@ import torch
 
 import attention
 
-from ..softmax.arriving import arriving
+from ..softmax import elsewhere
 from .arrival import Arrival, arrival_of
 from .choice import FULL, WORTH, first_heads, mostly_at_home
 from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
 from .orders import Span, Spans, count, places, runs
+from .others import Others, adjacent
 from .peers import Peers
 from .pieces import TILE, Call, Piece, nothing, sloped
 
 LONG = WORTH  # bytes: see first_heads
-HOPPER = 9  # compute capability of GPUs whose attention waits for keys
 
 
 class Turn(NamedTuple):
@@ -53,7 +53,11 @@ class Gather:
         arrival = self._arrival(q, call) if self.peers.maps else None
         if arrival is not None:
             keys, values, arrived = self.peers.arrive(arrival, k, v)
-            return arriving(q, keys, values, arrival.lengths, arrived, arrival.awaits, arrival.causal, arrival.scale)
+            lengths, awaits = arrival.lengths, arrival.awaits
+            return elsewhere.arriving(q, keys, values, lengths, arrived, awaits, arrival.causal, arrival.scale)
+        others = self._others(k, v, call)
+        if others is not None and adjacent(q, k, v):
+            return others.attend(self.peers, q, k, v)
         turns = self._turns(q, k, call)
         moving = [None if turn.way is None else move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
         if len(turns) == 1 and len(turns[0].parts) == 1 and turns[0].parts[0][0] is None:  # one call makes all there is
@@ -104,9 +108,20 @@ class Gather:
         """How keys and values come while they are read; None: they are all waited for."""
         found = self.known.get("arrival", False)
         if found is False:
-            serves = call.plain and (q.device.type == "cpu" or torch.cuda.get_device_capability(q.device)[0] == HOPPER)
+            serves = call.plain and elsewhere.serves(q.device, *call.head_dims)
             found = arrival_of(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
             self.known["arrival"] = found
+        return found
+
+    def _others(self, k: Any, v: Any, call: Call) -> Others | None:
+        """How others' keys and values come, if own ones stay where they are."""
+        found = self.known.get("others", False)
+        if found is False:
+            every, rank = all_heads(k.shape[2]), self.peers.rank
+            at_once = self._in_turn(k, call) == [every] and not self.peers.maps
+            its = self._way(k, call, every) if at_once else None
+            found = None if its is None else Others.of(k, v, self.queries[rank], self.keys[rank], its, call)
+            self.known["others"] = found
         return found
 
     def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:

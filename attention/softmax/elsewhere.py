@@ -8,14 +8,14 @@ in memory into which some are still being copied, and a thread block waits, befo
 from dataclasses import replace
 from typing import Any
 
+from tiles.device import hopper, machine
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
 from ..families import needs_hopper
 from .assembled import assembled
 from .gradient import ONCE
-from .held import BLOCK, Along, Apart, Arriving
-from .hopper import Config
+from .held import BLOCK, Apart, Arriving
 from .launches import config_of, launch, sequences_of
 from .planning import check_extents, scale_of
 
@@ -60,9 +60,9 @@ def apart(
     return _apart(None, (q, k, v, lengths_k, own_k, own_v, None, None), (causal, scale, keys, *spans), "bshd")
 
 
-def serves(head_dim: int, value_dim: int) -> bool:
-    """Are blocks of keys of such heads parts of held.BLOCK?"""
-    return max(head_dim, value_dim) <= BLOCK
+def serves(device: Any, head_dim: int, value_dim: int) -> bool:
+    """Are these functions for a device of torch's, and heads of which blocks of keys are parts of held.BLOCK?"""
+    return hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
 
 
 @program(ARRIVING, no_gradient=ONCE)

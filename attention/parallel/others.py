@@ -1,0 +1,77 @@
+"""Keys and values of others come to memory of their own, and attention reads a rank's own where they are: nothing is put
+together, and what a call of this form does on the host is little (bench/test_host_ranks.py)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tiles.frameworks import kind_of
+
+from ..softmax import elsewhere
+from ..softmax.held import BLOCK
+from .moves import Strided, Way, strided
+from .orders import Span, Spans
+from .peers import Peers
+from .pieces import Call, Piece
+
+SERVED = {"causal", "scale", "deterministic"}  # what such a call may be told
+ALIGNMENT = 16  # bytes, of what TMA reads
+
+
+class Others:
+    """What calls of a form have in common: own are a rank's keys, `its` the way to all that its queries see, as one launch,
+    `piece`."""
+
+    def __init__(self, k: Any, v: Any, own: Spans, its: Way, piece: Piece, call: Call):
+        spans = [*own, *[Span(piece.keys.stop, piece.keys.stop)] * (2 - len(own))]
+        self.spans, self.keys = (*spans[0], *spans[1]), piece.keys.stop
+        self.lengths, self.causal, self.scale = piece.options["lengths_k"], bool(call.told.get("causal")), call.told.get("scale")
+        rows = piece.keys.stop - sum([len(span.within(piece.keys)) for span in own])
+        self.of_keys, self.of_values = (_Parts(x, rows, own, its) for x in (k, v))
+
+    @staticmethod
+    def of(k: Any, v: Any, queries: Spans, own: Spans, its: Way, call: Call) -> Others | None:
+        """None: there are none, or calls are not of this form."""
+        piece = call.joined(queries, k.shape[0], least=1) if call.plain and call.told.keys() <= SERVED else None
+        at_blocks = all([end % BLOCK == 0 or end == call.keys for span in own for end in span])
+        if piece is None or not (its.by_rows and its.receives and at_blocks and len(own) <= 2 and k.shape[0] == 1):
+            return None
+        return Others(k, v, own, its, piece, call) if elsewhere.serves(k.device, *call.head_dims) else None
+
+    def attend(self, peers: Peers, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """(out, lse) of this rank's queries."""
+        of_keys, of_values = self.of_keys, self.of_values
+        keys, values = of_keys.make(), of_values.make()
+        sends = [(rank, strided(k, *part)) for rank, part in of_keys.sends]
+        sends += [(rank, strided(v, *part)) for rank, part in of_values.sends]
+        receives = [(rank, strided(keys, *part)) for rank, part in of_keys.receives]
+        receives += [(rank, strided(values, *part)) for rank, part in of_values.receives]
+        peers.exchange(sends, receives).wait()
+        return elsewhere.apart(q, keys, values, self.lengths, k, v, self.spans, self.keys, self.causal, self.scale)
+
+
+class _Parts:
+    """Those of keys, or of values: what makes the array that others' come to, and what is sent of x, and received there."""
+
+    def __init__(self, x: Any, rows: int, own: Spans, its: Way):
+        shape, each = (1, rows, *x.shape[2:]), math.prod(x.shape[2:])
+        self.make = kind_of(x, "x").maker(x.device, shape, str(x.dtype).removeprefix("torch."))
+
+        def part(first: int, n: int, of: int) -> Strided:
+            return (1, n, *x.shape[2:]), (of * each, *x.stride()[1:]), first * each
+
+        here, there = ([views.rows.ranges[n] for n in views.of_all_heads or ()][its.own :] for views in (its.here, its.there))
+        self.sends = [(rank, part(*one, x.shape[1])) for rank, one in zip(its.sends, here)]
+        before = [first - sum([len(span.within(Span(0, first))) for span in own]) for first, _ in there]
+        self.receives = [(rank, part(first, n, rows)) for rank, first, (_, n) in zip(its.receives, before, there)]
+
+
+def adjacent(*arrays: Any) -> bool:
+    """Do their elements lie one behind the other, from such an address on as TMA takes?"""
+    at = 0
+    for x in arrays:
+        if not x.is_contiguous():
+            return False
+        at |= x.data_ptr()
+    return not at % ALIGNMENT
