@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 from attention import parallel
-from attention.parallel import gather, softmax
+from attention.parallel import agreed, gather, softmax
 from attention.parallel.peers import Peers, Pending
+from attention.softmax import elsewhere
 
 LENGTH, HEADS, KV_HEADS, DIM = 4096, 4, 4, 64
 KEYS = LENGTH * KV_HEADS * DIM * 4  # bytes of all keys and values
@@ -77,6 +78,7 @@ def counts(monkeypatch, world, rank, **options):
     forward, peers = attention.forward, Silent(None, rank, world, tuple(range(world)))
     monkeypatch.setattr(softmax, "_planned", in_earnest)
     monkeypatch.setattr(attention, "forward", nothing)
+    monkeypatch.setattr(elsewhere, "apart", lambda q, *others: nothing(q, None, None))
     rows = sum(map(len, parallel.Zigzag().spans(LENGTH, world)[rank]))
     q, k, v = (torch.empty(1, rows, heads, DIM, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS))
     call = lambda: parallel.forward(q, k, v, group=peers, **options)
@@ -89,13 +91,15 @@ def counts(monkeypatch, world, rank, **options):
 
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (4, 1), (4, 3)])
-def test_gather_takes_all_keys_and_values_and_no_more(monkeypatch, world, rank, in_turn):
-    """Those that its last query does not see are left out."""
+def test_gather_takes_the_keys_and_values_of_others_and_no_more(monkeypatch, world, rank, in_turn):
+    """Those that its last query does not see are left out. In turns, own ones are put with them."""
     monkeypatch.setattr(gather, "LONG", 0 if in_turn else 2**40)
+    monkeypatch.setattr(agreed, "_KNOWN", {})
     found = most(monkeypatch, world, rank, scheme="gather", causal=True)
     seen = KEYS * (2 * world - rank) / (2 * world)
     lse = 4 * HEADS * LENGTH // world if in_turn else 0  # of the heads that are computed, which is copied to its place
-    assert seen <= found <= seen + lse + SMALL <= KEYS + lse + SMALL
+    needed = seen + lse if in_turn else seen - KEYS / world
+    assert needed - lse <= found <= needed + SMALL
 
 
 def test_a_window_takes_its_halo(monkeypatch):
