@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 import attention
 from attention import parallel
-from attention.parallel import gather, pieces
+from attention.parallel import gather, others, pieces
 from attention.parallel.peers import Peers, Pending, peers_of
 from attention.softmax import elsewhere
 from bench.ranks import CAUSAL, drawn, milliseconds, of_the_host, say, slowest
@@ -29,6 +29,21 @@ class Waited(mapped.Mapped):
     """Copies are waited for before attention begins, as they were."""
 
     __hash__ = Peers.__hash__
+
+
+class Together(Peers):
+    """Own keys are put together with those that come, as they were."""
+
+    __hash__ = Peers.__hash__
+
+
+def as_before():
+    """Ranks of the default group that do so."""
+    (peers,) = peers_of(None)
+    real = gather.Gather._others
+    if real.__name__ == "_others":
+        gather.Gather._others = lambda self, k, v, call: None if isinstance(self.peers, Together) else real(self, k, v, call)
+    return Together(peers.group, peers.rank, peers.world, peers.ranks)
 
 
 def another(cls):
@@ -80,14 +95,18 @@ def host():
     whole = drawn(512, 8, 2)
     call = lambda: parallel.forward(*mine, scheme="gather", **CAUSAL)
     bare, counts = messages_of(call)
+    before = as_before()
     functions = {"gather": call, "messages": bare, "attention": lambda: attention.forward(*whole, **CAUSAL)}
+    functions["before"] = lambda: parallel.forward(*mine, group=before, scheme="gather", **CAUSAL)
+    same = torch.equal(call(), functions["before"]())
     times = collections.defaultdict(list)
     for _ in range(5):
         for name, function in functions.items():
             times[name].append(of_the_host(function))
     best = {name: round(statistics.median(x), 1) for name, x in times.items()}
-    best["beyond"] = round(best["gather"] - best["messages"] - best["attention"], 1)
-    say(what="host us", sends_and_receives=counts, **best, least={n: round(min(x), 1) for n, x in times.items()})
+    for name in "gather", "before":
+        best[f"beyond {name}"] = round(best[name] - best["messages"] - best["attention"], 1)
+    say(what="host us", same=same, sends_and_receives=counts, **best, least={n: round(min(x), 1) for n, x in times.items()})
     spent = collections.Counter()
     stack = []
 
@@ -100,7 +119,7 @@ def host():
             found = real(*args, **kwargs)
             took = time.perf_counter() - begun
             within = stack.pop()
-            spent[name] += took - within
+            spent[f"{getattr(owner, '__name__', '')}.{name}".removeprefix("attention.")] += took - within
             if stack:
                 stack[-1] += took
             return found
@@ -116,7 +135,7 @@ def host():
         watched(*one)
         for one in (
             (peers_module, "_at_once"), (Pending, "wait"), (Peers, "exchange"), (attention, "forward"), (gather, "move"),
-            (torch, "_foreach_copy_"), (gather.Gather, "attend"), (softmax, "_call"), (softmax, "agreed"), (softmax, "_key"),
+            (torch, "_foreach_copy_"), (gather.Gather, "attend"), (others.Others, "attend"), (elsewhere, "apart"), (softmax, "_call"), (softmax, "agreed"), (softmax, "_key"),
             (parallel, "forward"), (softmax, "_attend"),
         )
     ]  # fmt: skip
@@ -188,6 +207,10 @@ def parts_alone(mine, length, dim=128):
     end = spans[-1].stop
     ends = tuple([span.stop for span in spans])
     lengths = pieces._lengths(ends, 1, q.device)
+    own = parallel.Zigzag().spans(length, 2)[rank]
+    rest = [span for span in ((0, own[0].start), (own[0].stop, own[-1].start), (own[-1].stop, end)) if span[0] < span[1]]
+    theirs = [torch.cat([x[:, a:b] for a, b in rest], 1) for x in (k, v)]
+    four = (*own[0], *(own[1] if len(own) > 1 else (end, end)))
     awaits = torch.zeros(end // 128 + 1, dtype=torch.int32, device="cuda")
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
     keys, values = k[:, :end].contiguous(), v[:, :end].contiguous()
@@ -195,25 +218,37 @@ def parts_alone(mine, length, dim=128):
         forward = lambda: attention.forward(mine[0], keys, values, causal=True, lengths_k=lengths, return_lse=True)
     else:
         forward = lambda: attention.forward(mine[0], keys, values, causal=True, return_lse=True)
-    return forward, lambda: elsewhere.arriving(mine[0], keys, values, lengths, arrived, awaits, True)
+    return {
+        "attention alone": forward,
+        "alone, arriving": lambda: elsewhere.arriving(mine[0], keys, values, lengths, arrived, awaits, True),
+        "alone, apart": lambda: elsewhere.apart(mine[0], *theirs, lengths, *mine[1:], four, end, True),
+    }
+
+
+def first(x):
+    """A result, or the first of them."""
+    return x[0] if isinstance(x, tuple) else x
 
 
 def messages():
     """Numbers of NCCL's blocks; attention alone; messages alone; calls one by one."""
-    every = groups()
+    every, before = groups(), as_before()
     for length, often in (16384, dict(turns=9, calls=10)), (65536, dict(turns=3, calls=2)):
         whole = drawn(length, 32, 8)
         mine = [parallel.shard(x) for x in whole]
         functions = {"one": lambda whole=whole: attention.forward(*whole, **CAUSAL)}
         for name, group in every.items():
             functions[name] = lambda mine=mine, group=group: parallel.forward(*mine, group=group, scheme="gather", **CAUSAL)
-        alone, waiting = parts_alone(mine, length)
-        functions |= {"attention alone": alone, "the same, arriving": waiting}
+        functions["before"] = lambda mine=mine: parallel.forward(*mine, group=before, scheme="gather", **CAUSAL)
+        functions |= parts_alone(mine, length)
+        wanted = parallel.shard(functions["one"]())
+        same = {n: -slowest(-float(torch.equal(first(f()), wanted))) for n, f in functions.items() if n != "one"}
+        say(what="bits of one GPU", **same)
         if length == 16384:
             functions |= {f"{n} alone": messages_of(f)[0] for n, f in functions.items() if "ctas" in n or n == "messages"}
         shares(f"messages S {length}", functions, **often)
         if length == 16384:
-            some = {n: functions[n] for n in ("one", "messages", "attention alone")}
+            some = {n: functions[n] for n in ("one", "messages", "before", "attention alone")}
             shares("one call at a time", some, turns=21, calls=1)
             shares("30 in a row", some, turns=5, calls=30)
 
@@ -258,8 +293,7 @@ def arrival():
         outs = [f() for n, f in functions.items() if n != "one"]
         same = [bool(torch.equal(outs[0], x)) for x in outs[1:]]
         del outs
-        alone, waiting = parts_alone(mine, length)
-        functions |= {"attention alone": alone, "the same, arriving": waiting}
+        functions |= parts_alone(mine, length)
         times = {n: round(of_the_host(functions[n]), 1) for n in ("messages", "copies", "arriving")} if length <= 16384 else {}
         shares(f"arrival S {length} {heads}/{kv_heads}, same {same}, host us {times}", functions, **often)
         if length == 16384:
