@@ -7,7 +7,8 @@ first, so later ones are copied first, and waits for a copy only where it comes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ from .others import SERVED
 from .pieces import Call, Piece
 
 
-class Arrival(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Arrival:
     """What calls of a form have in common. keys: rows of the whole; seen: of these the first, which the rank's queries see. own:
     (where they lie in the rank's share, which) of its keys. copies: (whose, which) of the others', in their order. lengths: see
     attention.forward's lengths_k. awaits: see softmax.elsewhere."""
@@ -30,9 +32,6 @@ class Arrival(NamedTuple):
     awaits: Any
     causal: bool
     scale: float | None
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
 
 
 def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch: int, call: Call) -> Arrival | None:

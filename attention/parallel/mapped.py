@@ -63,6 +63,8 @@ class Memory:
     def __init__(self, peers: Peers):
         self.peers, self.nbytes, self.half, self.stream = peers, 0, 0, torch.cuda.Stream()
         self.views: dict[Any, Any] = {}
+        self.device, self.now, self.event = torch.cuda.current_device(), torch.cuda.current_stream(), torch.cuda.Event()
+        self.raw = self.now.cuda_stream
         self.write = torch._C._distributed_c10d._SymmetricMemory.stream_write_value32
 
     @property
@@ -80,26 +82,37 @@ class Memory:
             self.views, self.nbytes = {}, nbytes
             self.whole = _symmetric_memory.empty(2 * nbytes, dtype=torch.uint8, device="cuda")
             self.handle = _symmetric_memory.rendezvous(self.whole, self.peers.group)
+        raw = torch._C._cuda_getCurrentRawStream(self.device)
+        if raw != self.raw:  # what was called on another stream may still read, or be copied
+            now = torch.cuda.current_stream()
+            for one in (self.now, self.stream):
+                now.wait_stream(one)
+            self.now, self.raw = now, raw
         self.half = 0 if self.half else self.nbytes
 
     def arriving(self, rank: int, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Own rows are put at their places, all meet, and the others' are copied while what is given back is read."""
-        sizes = [-(-arrival.keys * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED for x in (k, v)]
+        sizes = self.views.get(arrival)
+        if sizes is None:
+            sizes = [-(-arrival.keys * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED for x in (k, v)]
         self.turn(sum(sizes))
+        self.views[arrival] = sizes
         known = self.views.get((arrival, self.half))
         if known is None:
             known = self.views[arrival, self.half] = self._arriving(rank, arrival, sizes, k, v)
         split, places, none, copies, keys, values, arrived, count = known
-        now = torch.cuda.current_stream()
-        now.wait_stream(self.stream)  # whoever called last
         torch._foreach_copy_(places, [*split.of(k, 1), *split.of(v, 1), none])
         self.handle.barrier(0, PATIENCE)
-        self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream):
+        self.event.record(self.now)
+        self.stream.wait_event(self.event)
+        torch.cuda.set_stream(self.stream)
+        try:
             for n, pairs in enumerate(copies):
                 for place, x in pairs:
                     place.copy_(x)
                 self.write(count, 0, n + 1)
+        finally:
+            torch.cuda.set_stream(self.now)
         return keys, values, arrived
 
     def _arriving(self, rank: int, arrival: Arrival, sizes: Sequence[int], k: Any, v: Any) -> tuple[Any, ...]:

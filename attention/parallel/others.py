@@ -43,23 +43,24 @@ class Others:
         """(out, lse) of this rank's queries."""
         of_keys, of_values = self.of_keys, self.of_values
         keys, values = of_keys.make(), of_values.make()
-        sends = [(rank, strided(k, *part)) for rank, part in of_keys.sends]
-        sends += [(rank, strided(v, *part)) for rank, part in of_values.sends]
-        receives = [(rank, strided(keys, *part)) for rank, part in of_keys.receives]
-        receives += [(rank, strided(values, *part)) for rank, part in of_values.receives]
+        sends = [(rank, strided(k, *part) if part else k) for rank, part in of_keys.sends]
+        sends += [(rank, strided(v, *part) if part else v) for rank, part in of_values.sends]
+        receives = [(rank, strided(keys, *part) if part else keys) for rank, part in of_keys.receives]
+        receives += [(rank, strided(values, *part) if part else values) for rank, part in of_values.receives]
         peers.exchange(sends, receives).wait()
         return elsewhere.apart(q, keys, values, self.lengths, k, v, self.spans, self.keys, self.causal, self.scale)
 
 
 class _Parts:
-    """Those of keys, or of values: what makes the array that others' come to, and what is sent of x, and received there."""
+    """Those of keys, or of values: what makes the array that others' come to, and what is sent of x, and received there, each
+    (rank, which part); None: all of it."""
 
     def __init__(self, x: Any, rows: int, own: Spans, its: Way):
         shape, each = (1, rows, *x.shape[2:]), math.prod(x.shape[2:])
         self.make = kind_of(x, "x").maker(x.device, shape, str(x.dtype).removeprefix("torch."))
 
-        def part(first: int, n: int, of: int) -> Strided:
-            return (1, n, *x.shape[2:]), (of * each, *x.stride()[1:]), first * each
+        def part(first: int, n: int, of: int) -> Strided | None:
+            return None if n == of else ((1, n, *x.shape[2:]), (of * each, *x.stride()[1:]), first * each)
 
         here, there = ([views.rows.ranges[n] for n in views.of_all_heads or ()][its.own :] for views in (its.here, its.there))
         self.sends = [(rank, part(*one, x.shape[1])) for rank, one in zip(its.sends, here)]

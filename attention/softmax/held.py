@@ -12,7 +12,7 @@ from tiles.arguments import ENDS, INT, tiled
 from tiles.types import gl, st
 
 TABLE = types.Array(types.int32, 2, "A")  # of pages' numbers
-BLOCK = 128  # keys that come together: see Arriving
+BLOCK, ALL = 128, 2**30  # keys that come together, and how much has come if nothing is awaited: see Arriving
 
 
 @static
@@ -75,20 +75,23 @@ class Arriving(Along):
 
     @inlined
     def here(self, given):
-        """See Along. When all have come no block of keys asks again."""
+        """See Along. When all have come no block of keys asks again: to look up what it awaits would keep TMA waiting."""
         seen, every = int32(given.arrived[0]), int32(given.awaits[given.awaits.shape[0] - 1])
         if seen >= every:
             wait_count(given.arrived, (int32(0),), every)  # for its fence
+            seen = int32(ALL)
         return seen
 
     @inlined
     def come(self, seen, key, keys, given):
         """See Along."""
-        first, last = int32(key // BLOCK), int32(min((key + keys - 1) // BLOCK, given.awaits.shape[0] - 2))
-        awaited = int32(max(given.awaits[first], given.awaits[last]))
-        if seen < awaited:
-            wait_count(given.arrived, (int32(0),), awaited)
-        return int32(max(seen, awaited))
+        if seen < ALL:
+            first, last = int32(key // BLOCK), int32(min((key + keys - 1) // BLOCK, given.awaits.shape[0] - 2))
+            awaited = int32(max(given.awaits[first], given.awaits[last]))
+            if seen < awaited:
+                wait_count(given.arrived, (int32(0),), awaited)
+                seen = awaited
+        return seen
 
 
 @static

@@ -319,9 +319,10 @@ def make(config: Config):
                 own, row = sequences.sequence(batch, given), ROWS * block
                 kv_head, _ = divmod(head, group)
                 at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                every, seen = tiling.key_blocks(row, at), held.here(given)
+                every = tiling.key_blocks(row, at)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
+                seen = held.here(given)
                 if AHEAD:
                     held.fill(k, j, gK, own, batch, own.key + tiling.key(every, 0, at), kv_head, given)
                 for i in range(every.n):
