@@ -1,6 +1,6 @@
 """Candidates for attention.parallel, in one process a GPU, in turns.
 
-    python -m bench.try_ranks PART ..          host, messages, arrival
+python -m bench.try_ranks PART ..          host, messages, arrival
 """
 
 import collections
@@ -22,6 +22,7 @@ from attention.parallel.peers import Peers, Pending, peers_of
 from attention.softmax import elsewhere
 from bench.ranks import CAUSAL, drawn, milliseconds, of_the_host, say, slowest
 
+arrivals = sys.modules["attention.parallel.arrival"]
 mapped = sys.modules["attention.parallel.mapped"]
 
 
@@ -150,7 +151,11 @@ def host():
             parallel.forward(*mine, scheme="gather", **CAUSAL)
     for one in undo:
         one()
-    say(what="own time, us", **{n: round(1e6 * t / 200, 1) for n, t in spent.items()}, all=round(1e6 * sum(spent.values()) / 200, 1))
+    say(
+        what="own time, us",
+        **{n: round(1e6 * t / 200, 1) for n, t in spent.items()},
+        all=round(1e6 * sum(spent.values()) / 200, 1),
+    )
     x = mine[1]
     small = {
         "new_empty": lambda: x.new_empty((1, 1024, 2, 128)),
@@ -255,7 +260,7 @@ def messages():
 
 def arrival():
     """Copies that are waited for, and copies that come while attention reads, beside messages."""
-    coming, waited = parallel.mapped(), another(Waited)
+    coming, waited, finer = parallel.mapped(), another(Waited), {n: another(mapped.Mapped) for n in (2, 4)}
     real = gather.Gather._arrival
     gather.Gather._arrival = lambda self, q, call: None if isinstance(self.peers, Waited) else real(self, q, call)
     for length in 1024, 4096, 16384:
@@ -290,6 +295,12 @@ def arrival():
         functions = {"one": lambda whole=whole: attention.forward(*whole, **CAUSAL)}
         for name, group in ("messages", None), ("copies", waited), ("arriving", coming):
             functions[name] = lambda mine=mine, group=group: parallel.forward(*mine, group=group, scheme="gather", **CAUSAL)
+        for n in (2, 4) if length > 1024 else ():
+            name = f"arriving in {n}"
+            functions[name] = lambda mine=mine, group=finer[n]: parallel.forward(*mine, group=group, scheme="gather", **CAUSAL)
+            arrivals.PIECES = n
+            functions[name]()
+            arrivals.PIECES = 1
         outs = [f() for n, f in functions.items() if n != "one"]
         same = [bool(torch.equal(outs[0], x)) for x in outs[1:]]
         del outs

@@ -17,6 +17,8 @@ from .orders import Span, Spans, count, places
 from .others import SERVED
 from .pieces import Call, Piece
 
+PIECES = 1  # copies of each span
+
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
@@ -43,7 +45,13 @@ def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch
     piece = pieces[rank]
     assert piece is not None, "every rank has one"
     seen = piece.keys.stop
-    theirs = [(other, span.within(piece.keys)) for other, spans in enumerate(keys) for span in spans if other != rank]
+    theirs = [
+        (other, part)
+        for other, spans in enumerate(keys)
+        if other != rank
+        for span in spans
+        for part in _cut(span.within(piece.keys))
+    ]
     copies = sorted([one for one in theirs if len(one[1])], key=lambda one: -one[1].start)
     awaits = torch.zeros(-(-seen // BLOCK) + 1, dtype=torch.int32)
     awaits[-1] = len(copies)
@@ -52,6 +60,12 @@ def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch
     scale, lengths = call.told.get("scale"), piece.options["lengths_k"]
     own, awaits = tuple(places(keys[rank])), awaits.to(call.device)
     return Arrival(sum(map(count, keys)), seen, own, tuple(copies), lengths, awaits, bool(call.told.get("causal")), scale)
+
+
+def _cut(span: Span) -> list[Span]:
+    """In PIECES, of whole blocks."""
+    each = max(1, -(-len(span) // (BLOCK * PIECES))) * BLOCK
+    return [Span(first, min(span.stop, first + each)) for first in range(span.start, span.stop, each)]
 
 
 def _piece(call: Call, spans: Spans, batch: int) -> Piece | None:

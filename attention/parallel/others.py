@@ -26,7 +26,11 @@ class Others:
     def __init__(self, k: Any, v: Any, own: Spans, its: Way, piece: Piece, call: Call):
         spans = [*own, *[Span(piece.keys.stop, piece.keys.stop)] * (2 - len(own))]
         self.spans, self.keys = (*spans[0], *spans[1]), piece.keys.stop
-        self.lengths, self.causal, self.scale = piece.options["lengths_k"], bool(call.told.get("causal")), call.told.get("scale")
+        self.lengths, self.causal, self.scale = (
+            piece.options["lengths_k"],
+            bool(call.told.get("causal")),
+            call.told.get("scale"),
+        )
         rows = piece.keys.stop - sum([len(span.within(piece.keys)) for span in own])
         self.of_keys, self.of_values = (_Parts(x, rows, own, its) for x in (k, v))
 
