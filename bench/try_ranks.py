@@ -135,9 +135,10 @@ def host():
     undo = [
         watched(*one)
         for one in (
-            (peers_module, "_at_once"), (Pending, "wait"), (Peers, "exchange"), (attention, "forward"), (gather, "move"),
-            (torch, "_foreach_copy_"), (gather.Gather, "attend"), (others.Others, "attend"), (elsewhere, "apart"), (softmax, "_call"), (softmax, "agreed"), (softmax, "_key"),
-            (parallel, "forward"), (softmax, "_attend"),
+            (peers_module, "_at_once"), (Pending, "wait"), (Peers, "exchange"), (attention, "forward"),
+            (gather, "move"), (torch, "_foreach_copy_"), (gather.Gather, "attend"), (others.Others, "attend"),
+            (elsewhere, "apart"), (softmax, "_call"), (softmax, "agreed"), (softmax, "_key"), (parallel, "forward"),
+            (softmax, "_attend"),
         )
     ]  # fmt: skip
     for _ in range(30):
@@ -157,16 +158,15 @@ def host():
         all=round(1e6 * sum(spent.values()) / 200, 1),
     )
     x = mine[1]
+    two, lengths = [x.clone(), x.clone()], pieces._lengths((256, 512), 1, x.device)
     small = {
         "new_empty": lambda: x.new_empty((1, 1024, 2, 128)),
         "split": lambda: x.unsafe_split_with_sizes([256, 256], 1),
         "as_strided": lambda: x.as_strided((1, 256, 2, 128), (131072, 256, 128, 1), 256),
-        "foreach_copy": lambda a=x.clone(), b=x.clone(): torch._foreach_copy_([a, b], [x, x]),
+        "foreach_copy": lambda: torch._foreach_copy_(two, [x, x]),
         "current_stream": torch.cuda.current_stream,
         "attention": lambda: attention.forward(*whole, **CAUSAL),
-        "parts": lambda l=pieces._lengths((256, 512), 1, x.device): attention.forward(
-            *whole, causal=True, lengths_k=l, return_lse=True
-        ),
+        "parts": lambda: attention.forward(*whole, causal=True, lengths_k=lengths, return_lse=True),
         "is_capturing": torch.cuda.is_current_stream_capturing,
     }
     try:

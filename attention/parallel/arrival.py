@@ -22,9 +22,9 @@ PIECES = 1  # copies of each span
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """What calls of a form have in common. keys: rows of the whole; seen: of these the first, which the rank's queries see. own:
-    (where they lie in the rank's share, which) of its keys. copies: (whose, which) of the others', in their order. lengths: see
-    attention.forward's lengths_k. awaits: see softmax.elsewhere."""
+    """What calls of a form have in common. keys: rows of the whole; seen: the first of these, which the rank's queries see.
+    own: (where they lie in the rank's share, which) of its keys. copies: (whose, which) of the others', in their order.
+    lengths: see attention.forward's lengths_k. awaits: see softmax.elsewhere."""
 
     keys: int
     seen: int
@@ -45,14 +45,9 @@ def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch
     piece = pieces[rank]
     assert piece is not None, "every rank has one"
     seen = piece.keys.stop
-    theirs = [
-        (other, part)
-        for other, spans in enumerate(keys)
-        if other != rank
-        for span in spans
-        for part in _cut(span.within(piece.keys))
-    ]
-    copies = sorted([one for one in theirs if len(one[1])], key=lambda one: -one[1].start)
+    theirs = [(other, span.within(piece.keys)) for other, spans in enumerate(keys) for span in spans if other != rank]
+    every = [(other, part) for other, span in theirs for part in _cut(span)]
+    copies = sorted([one for one in every if len(one[1])], key=lambda one: -one[1].start)
     awaits = torch.zeros(-(-seen // BLOCK) + 1, dtype=torch.int32)
     awaits[-1] = len(copies)
     for n, (_, span) in enumerate(copies):

@@ -96,8 +96,9 @@ class Arriving(Along):
 
 @static
 class Apart(Along):
-    """Those of two spans in arrays of their own, one span behind the other, and all others one behind the other in the kernel's:
-    nobody has to put them together. Spans begin and end with a block of keys, or where keys end. key, value: a block of them."""
+    """Those of two spans in arrays of their own, one span behind the other, and all others one behind the other in the
+    kernel's: nobody has to put them together. Spans begin and end with a block of keys, or where keys end. key, value: a block
+    of them."""
 
     key: st
     value: st

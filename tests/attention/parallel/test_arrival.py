@@ -29,7 +29,7 @@ class Copying(Thread):
             for at, span in arrival.own:
                 whole[:, span.start : span.stop] = x[:, at : at + len(span)]
             for each in self.told(whole):
-                for rank, span in arrival.copies:
+                for _, span in arrival.copies:
                     if not each[:, span.start : span.stop].isnan().any():
                         whole[:, span.start : span.stop] = each[:, span.start : span.stop]
             found.append(whole[:, : arrival.seen])
