@@ -55,8 +55,8 @@ def apart(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Any, Any]:
-    """The same of `keys` keys, of which own_k and own_v have two spans, spans[0] to spans[1] and spans[2] to spans[3], and k and
-    v all others. Spans begin and end at multiples of held.BLOCK, or where keys end; see `serves`."""
+    """The same of `keys` keys, of which own_k and own_v have two spans, spans[0] to spans[1] and spans[2] to spans[3], and k
+    and v all others. Spans begin and end at multiples of held.BLOCK, or where keys end; see `serves`."""
     return _apart(None, (q, k, v, lengths_k, own_k, own_v, None, None), (causal, scale, keys, *spans), "bshd")
 
 
