@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ..softmax.held import BLOCK
+from .choice import ITEM
 from .orders import Span, Spans, count, places
 from .others import SERVED
 from .pieces import Call, Piece
 
-PIECES = 1  # copies of each span
+MOST, LEAST = 4, 2**22  # copies of a span, and bytes of one: the first must come soon, and each takes the host some 10 us
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,8 @@ def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch
     assert piece is not None, "every rank has one"
     seen = piece.keys.stop
     theirs = [(other, span.within(piece.keys)) for other, spans in enumerate(keys) for span in spans if other != rank]
-    every = [(other, part) for other, span in theirs for part in _cut(span)]
+    of_key = ITEM * len(call.kv_heads) * sum(call.head_dims)
+    every = [(other, part) for other, span in theirs for part in _cut(span, min(MOST, len(span) * of_key // LEAST))]
     copies = sorted([one for one in every if len(one[1])], key=lambda one: -one[1].start)
     awaits = torch.zeros(-(-seen // BLOCK) + 1, dtype=torch.int32)
     awaits[-1] = len(copies)
@@ -57,9 +59,9 @@ def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch
     return Arrival(sum(map(count, keys)), seen, own, tuple(copies), lengths, awaits, bool(call.told.get("causal")), scale)
 
 
-def _cut(span: Span) -> list[Span]:
-    """In PIECES, of whole blocks."""
-    each = max(1, -(-len(span) // (BLOCK * PIECES))) * BLOCK
+def _cut(span: Span, pieces: int) -> list[Span]:
+    """In so many pieces, or in one, of whole blocks."""
+    each = max(1, -(-len(span) // (BLOCK * max(1, pieces)))) * BLOCK
     return [Span(first, min(span.stop, first + each)) for first in range(span.start, span.stop, each)]
 
 
