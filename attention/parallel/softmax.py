@@ -20,7 +20,7 @@ from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
 from ..softmax.gradient import ONCE, flat, grouped
 from .agreed import PLAIN, agreed, check_ends, form_of, remembered, words_of
-from .choice import SCHEMES, SHARE, Choice, choose, refusal, turns_of
+from .choice import SCHEMES, SHARE, Choice, choose, least_turns, refusal, turns_of
 from .gather import Gather
 from .gradients import Gradients
 from .heads import Heads, Shared, together
@@ -323,7 +323,7 @@ def _scheme(
             raise NotImplementedError(why)
         if name == "ring":
             turns = turns_of(call, batch, queries, keys, limit)
-            return Ring(peers, queries, keys, turns), turns
+            return Ring(peers, queries, keys, turns, least_turns(call, batch, queries, keys, limit)), turns
         in_order = call.told.get("deterministic") and InOrder.serves(call)
         return (InOrder if in_order else Gather)(peers, queries, keys), 1
 
