@@ -50,7 +50,7 @@ class Gather:
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
-        arrival = self._arrival(q, call) if self.peers.maps else None
+        arrival = self._arrival(q, call) if self.peers.arrives else None
         if arrival is not None:
             keys, values, arrived = self.peers.arrive(arrival, k, v)
             lengths, awaits = arrival.lengths, arrival.awaits

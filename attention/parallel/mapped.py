@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from .orders import Span
 from .peers import Peers, Pending, one_of
 
 ALIGNED = 256  # bytes
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # ranks of one GPU, which copies by multiprocessors
 PATIENCE = 600_000  # milliseconds that the others may take to come
 
 
@@ -39,6 +41,11 @@ class Mapped(Peers):
     def maps(self) -> bool:
         """See Peers."""
         return self.memory.open
+
+    @property
+    def arrives(self) -> bool:
+        """See Peers."""
+        return self.memory.by_engines and self.memory.open
 
     def arrive(self, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """See Peers."""
@@ -65,6 +72,7 @@ class Memory:
         self.views: dict[Any, Any] = {}
         self.device, self.now, self.event = torch.cuda.current_device(), torch.cuda.current_stream(), torch.cuda.Event()
         self.raw = self.now.cuda_stream
+        self.by_engines = os.environ.get(OVERLAPPING) != "1"
         self.write = torch._C._distributed_c10d._SymmetricMemory.stream_write_value32
 
     @property

@@ -20,7 +20,7 @@ from attention.parallel.pieces import Call
 class Copying(Thread):
     """One whose copies are done before attention begins. What does not come is NaN."""
 
-    maps = True
+    arrives = True
 
     def arrive(self, arrival, k, v):
         found = []

@@ -317,7 +317,7 @@ def test_no_gradient_is_said_on_every_rank():
 class Lent:
     """Memory of a thread that all others read: see mapped.Memory. every: the two halves of each."""
 
-    open, half, late = True, 0, 0
+    open, by_engines, half, late = True, False, 0, 0
 
     def __init__(self, every, meeting):
         self.every, self.meeting = every, meeting
