@@ -100,7 +100,7 @@ def test_keys_come_while_they_are_read(two):
 
 
 def arriving(world):
-    """Other arrays in every call, of two lengths in turns, on one stream or another, while the GPU is busy: the bits of one GPU;
+    """Other arrays in every call, of two lengths in turns, on one stream or another, while the GPU is busy: one GPU's bits;
     and no message is sent."""
     group, busy, side = parallel.mapped(), torch.cuda.Stream(), torch.cuda.Stream()
     other, wrong = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), torch.zeros((), device="cuda")
