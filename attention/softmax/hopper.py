@@ -20,7 +20,7 @@ from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from .held import Along, Apart, Arriving
+from .held import BLOCK, Along, Apart, Arriving
 from .kind import Kind, in_pages
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
@@ -176,7 +176,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             )
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
-            elif head_dim <= 128 and variant is CAUSAL:
+            if head_dim <= BLOCK and variant is CAUSAL:  # for several GPUs
                 whole = config_for(head_dim, of, variant, math.inf, lie=Parts, axes=(), by_list=False)
                 yield from (replace(whole, held=held) for held in (Apart(whole.key, whole.value), Arriving()))
 
