@@ -20,7 +20,7 @@ from attention import parallel
 from attention.parallel import gather, others, pieces
 from attention.parallel.peers import Peers, Pending, peers_of
 from attention.softmax import elsewhere
-from bench.ranks import CAUSAL, drawn, milliseconds, of_the_host, say, slowest
+from bench.ranks import CAUSAL, drawn, messages_of, milliseconds, of_the_host, say, slowest
 
 arrivals = sys.modules["attention.parallel.arrival"]
 mapped = sys.modules["attention.parallel.mapped"]
@@ -53,21 +53,6 @@ def another(cls):
     return cls(peers.group, peers.rank, peers.world, peers.ranks, mapped.Memory(peers))
 
 
-def messages_of(call):
-    """What a call exchanges: a function that does no more."""
-    caught, real = [], Peers.exchange
-
-    def exchange(self, sends, receives):
-        caught.append((self, list(sends), list(receives)))
-        return real(self, caught[-1][1], caught[-1][2])
-
-    Peers.exchange = exchange
-    call()
-    Peers.exchange = real
-    ((peers, sends, receives),) = caught
-    return lambda: peers.exchange(sends, receives).wait(), (len(sends), len(receives))
-
-
 def turns(functions, turns=7, calls=10):
     """Milliseconds of each by name, in random order; the slowest rank's, of turns the median; and ratios to "one" / 2."""
     found = collections.defaultdict(list)
@@ -95,7 +80,7 @@ def host():
     mine = [parallel.shard(x) for x in drawn(1024, 8, 2)]
     whole = drawn(512, 8, 2)
     call = lambda: parallel.forward(*mine, scheme="gather", **CAUSAL)
-    bare, counts = messages_of(call)
+    bare = messages_of(call)
     before = as_before()
     functions = {"gather": call, "messages": bare, "attention": lambda: attention.forward(*whole, **CAUSAL)}
     apart = parts_alone(mine, 1024)["alone, apart"]
@@ -110,7 +95,7 @@ def host():
     best = {name: round(statistics.median(x), 1) for name, x in times.items()}
     for name in "gather", "before":
         best[f"beyond {name}"] = round(best[name] - best["messages"] - best["attention"], 1)
-    say(what="host us", same=same, sends_and_receives=counts, **best, least={n: round(min(x), 1) for n, x in times.items()})
+    say(what="host us", same=same, **best, least={n: round(min(x), 1) for n, x in times.items()})
     seen, real = set(), elsewhere.apart
     elsewhere.apart = lambda *given: seen.add(tuple([x.data_ptr() for x in given[:3]])) or real(*given)
     for _ in range(50):
@@ -259,7 +244,7 @@ def messages():
         same = {n: -slowest(-float(torch.equal(first(f()), wanted))) for n, f in functions.items() if n != "one"}
         say(what="bits of one GPU", **same)
         if length == 16384:
-            functions |= {f"{n} alone": messages_of(f)[0] for n, f in functions.items() if "ctas" in n or n == "messages"}
+            functions |= {f"{n} alone": messages_of(f) for n, f in functions.items() if "ctas" in n or n == "messages"}
         shares(f"messages S {length}", functions, **often)
         if length == 16384:
             some = {n: functions[n] for n in ("one", "messages", "before", "attention alone")}
