@@ -209,7 +209,7 @@ def parts_alone(mine, length, dim=128):
     own = parallel.Zigzag().spans(length, 2)[rank]
     rest = [span for span in ((0, own[0].start), (own[0].stop, own[-1].start), (own[-1].stop, end)) if span[0] < span[1]]
     theirs = [torch.cat([x[:, a:b] for a, b in rest], 1) for x in (k, v)]
-    four = (*own[0], *(own[1] if len(own) > 1 else (end, end)))
+    seen = elsewhere.Seen(end, *own[0], *(own[1] if len(own) > 1 else (end, end)), True)
     awaits = torch.zeros(end // 128 + 1, dtype=torch.int32, device="cuda")
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
     keys, values = k[:, :end].contiguous(), v[:, :end].contiguous()
@@ -219,8 +219,8 @@ def parts_alone(mine, length, dim=128):
         forward = lambda: attention.forward(mine[0], keys, values, causal=True, return_lse=True)
     return {
         "attention alone": forward,
-        "alone, arriving": lambda: elsewhere.arriving(mine[0], keys, values, lengths, arrived, awaits, True),
-        "alone, apart": lambda: elsewhere.apart(mine[0], *theirs, lengths, *mine[1:], four, end, True),
+        "alone, arriving": lambda: elsewhere.arriving(mine[0], *theirs, lengths, *mine[1:], arrived, awaits, seen),
+        "alone, apart": lambda: elsewhere.apart(mine[0], *theirs, lengths, *mine[1:], seen),
     }
 
 

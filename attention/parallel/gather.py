@@ -52,9 +52,9 @@ class Gather:
         """(out, lse) of this rank's queries."""
         arrival = self._arrival(q, call) if self.peers.arrives else None
         if arrival is not None:
+            q, k, v = (x if adjacent(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             keys, values, arrived = self.peers.arrive(arrival, k, v)
-            lengths, awaits = arrival.lengths, arrival.awaits
-            return elsewhere.arriving(q, keys, values, lengths, arrived, awaits, arrival.causal, arrival.scale)
+            return elsewhere.arriving(q, keys, values, arrival.lengths, k, v, arrived, arrival.awaits, arrival.seen)
         others = self._others(k, v, call)
         if others is not None and adjacent(q, k, v):
             return others.attend(self.peers, q, k, v)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .arrival import Arrival
-from .moves import Split, Way
+from .moves import Strided, Way, made_like, strided
 from .orders import Span
 from .peers import Peers, Pending, one_of
 
@@ -53,7 +53,7 @@ class Mapped(Peers):
 
     def bring(self, routes: Sequence[tuple[Any, Way, Sequence[Any]]]) -> Pending:
         """See Peers."""
-        sizes = [-(-its.most * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED for x, its, _ in routes]
+        sizes = [_aligned(its.most, x) for x, its, _ in routes]
         self.memory.turn(sum(sizes))
         own, copies, at = [], [], 0
         for (x, its, places), size in zip(routes, sizes):
@@ -99,44 +99,53 @@ class Memory:
         self.half = 0 if self.half else self.nbytes
 
     def arriving(self, rank: int, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
-        """Own rows are put at their places, all meet, and the others' are copied while what is given back is read."""
-        sizes = self.views.get(arrival)
-        if sizes is None:
-            sizes = [-(-arrival.keys * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED for x in (k, v)]
-        self.turn(sum(sizes))
-        self.views[arrival] = sizes
+        """Own rows are put where others read them, all meet, and the others' are copied while what is given back is read.
+
+        Whoever has read all of it has waited for all copies, so that what is given back is free then, and so is the half."""
+        form = self.views.get(arrival)
+        if form is None:
+            makers = [made_like(x, arrival.rows) for x in (k, v)]
+            form = [_aligned(arrival.most, x) for x in (k, v)], *makers
+        (of_keys, of_values), make_keys, make_values = form
+        self.turn(of_keys + of_values)
+        self.views[arrival] = form
         known = self.views.get((arrival, self.half))
         if known is None:
-            known = self.views[arrival, self.half] = self._arriving(rank, arrival, sizes, k, v)
-        split, places, none, copies, keys, values, arrived, count = known
-        torch._foreach_copy_(places, [*split.of(k, 1), *split.of(v, 1), none])
+            known = self.views[arrival, self.half] = self._arriving(rank, arrival, of_keys, k, v)
+        places, none, copies, arrived, count = known
+        keys, values = make_keys(), make_values()
+        torch._foreach_copy_(places, [k, v, none])
         self.handle.barrier(0, PATIENCE)
         self.event.record(self.now)
         self.stream.wait_event(self.event)
         torch.cuda.set_stream(self.stream)
         try:
-            for n, pairs in enumerate(copies):
-                for place, x in pairs:
-                    place.copy_(x)
+            for n, (keys_part, its_keys, values_part, its_values) in enumerate(copies):
+                strided(keys, *keys_part).copy_(its_keys)
+                strided(values, *values_part).copy_(its_values)
                 self.write(count, 0, n + 1)
         finally:
             torch.cuda.set_stream(self.now)
         return keys, values, arrived
 
-    def _arriving(self, rank: int, arrival: Arrival, sizes: Sequence[int], k: Any, v: Any) -> tuple[Any, ...]:
-        """What calls of a form have in common that have this half."""
-        begins = [(0, k), (sizes[0], v)]
+    def _arriving(self, rank: int, arrival: Arrival, of_keys: int, k: Any, v: Any) -> tuple[Any, ...]:
+        """What calls of a form have in common in this half: where own rows go, what is copied, and what counts copies."""
 
-        def of(rank: int, at: int, x: Any, span: Span) -> Any:
+        def rows(rank: int, at: int, x: Any, span: Span) -> Any:
             return self.view(at, x.dtype, x.shape[2:], rank, *span)
 
-        split = Split(k.shape[1], [(at, len(span)) for at, span in arrival.own])
-        places = [of(rank, at, x, span) for at, x in begins for _, span in arrival.own]
-        copies = [[(of(rank, at, x, span), of(other, at, x, span)) for at, x in begins] for other, span in arrival.copies]
-        keys, values = [of(rank, at, x, Span(0, arrival.seen)) for at, x in begins]
+        def part(x: Any, span: Span) -> Strided:
+            each = math.prod(x.shape[2:])
+            return (1, len(span), *x.shape[2:]), (arrival.rows * each, *x.stride()[1:]), span.start * each
+
+        places = [rows(rank, at, x, Span(0, x.shape[1])) for at, x in ((0, k), (of_keys, v))]
+        copies = [
+            (part(k, to), rows(other, 0, k, source), part(v, to), rows(other, of_keys, v, source))
+            for other, source, to in arrival.copies
+        ]
         counts = torch.zeros(2, dtype=torch.int32, device="cuda")[:1]
         none = torch.zeros(2, dtype=k.dtype, device="cuda")
-        return split, [*places, counts.view(k.dtype)], none, copies, keys, values, counts, counts.view(torch.uint32)
+        return [*places, counts.view(k.dtype)], none, copies, counts, counts.view(torch.uint32)
 
     def view(self, at: int, dtype: Any, shape: Sequence[int], rank: int, first: int, end: int) -> Any:
         """Rows of the array that a rank has in its half from a byte on."""
@@ -158,6 +167,11 @@ class Memory:
             for place, x in copies:
                 place.copy_(x)
             return self.stream.record_event()
+
+
+def _aligned(rows: int, x: Any) -> int:
+    """Bytes of so many rows of an array."""
+    return -(-rows * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED
 
 
 def mapped(group: Any = None) -> Mapped:

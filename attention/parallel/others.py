@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tiles.frameworks import kind_of
-
 from ..softmax import elsewhere
 from ..softmax.held import BLOCK
-from .moves import Strided, Way, strided
+from .moves import Strided, Way, made_like, strided
 from .orders import Span, Spans
 from .peers import Peers
 from .pieces import Call, Piece
@@ -24,14 +22,8 @@ class Others:
     `piece`."""
 
     def __init__(self, k: Any, v: Any, own: Spans, its: Way, piece: Piece, call: Call):
-        spans = [*own, *[Span(piece.keys.stop, piece.keys.stop)] * (2 - len(own))]
-        self.spans, self.keys = (*spans[0], *spans[1]), piece.keys.stop
-        self.lengths, self.causal, self.scale = (
-            piece.options["lengths_k"],
-            bool(call.told.get("causal")),
-            call.told.get("scale"),
-        )
-        rows = piece.keys.stop - sum([len(span.within(piece.keys)) for span in own])
+        self.lengths, self.seen = piece.options["lengths_k"], seen_of(piece, own, call)
+        rows = piece.keys.stop - before_it(own, piece.keys.stop)
         self.of_keys, self.of_values = (_Parts(x, rows, own, its) for x in (k, v))
 
     @staticmethod
@@ -52,7 +44,7 @@ class Others:
         receives = [(rank, strided(keys, *part) if part else keys) for rank, part in of_keys.receives]
         receives += [(rank, strided(values, *part) if part else values) for rank, part in of_values.receives]
         peers.exchange(sends, receives).wait()
-        return elsewhere.apart(q, keys, values, self.lengths, k, v, self.spans, self.keys, self.causal, self.scale)
+        return elsewhere.apart(q, keys, values, self.lengths, k, v, self.seen)
 
 
 class _Parts:
@@ -60,16 +52,27 @@ class _Parts:
     (rank, which part); None: all of it."""
 
     def __init__(self, x: Any, rows: int, own: Spans, its: Way):
-        shape, each = (1, rows, *x.shape[2:]), math.prod(x.shape[2:])
-        self.make = kind_of(x, "x").maker(x.device, shape, str(x.dtype).removeprefix("torch."))
+        self.make, each = made_like(x, rows), math.prod(x.shape[2:])
 
         def part(first: int, n: int, of: int) -> Strided | None:
             return None if n == of else ((1, n, *x.shape[2:]), (of * each, *x.stride()[1:]), first * each)
 
         here, there = ([views.rows.ranges[n] for n in views.of_all_heads or ()][its.own :] for views in (its.here, its.there))
         self.sends = [(rank, part(*one, x.shape[1])) for rank, one in zip(its.sends, here)]
-        before = [first - sum([len(span.within(Span(0, first))) for span in own]) for first, _ in there]
+        before = [first - before_it(own, first) for first, _ in there]
         self.receives = [(rank, part(first, n, rows)) for rank, first, (_, n) in zip(its.receives, before, there)]
+
+
+def seen_of(piece: Piece, own: Spans, call: Call) -> elsewhere.Seen:
+    """What such a call is told."""
+    end = piece.keys.stop
+    first, second = [*own, *[Span(end, end)] * (2 - len(own))]
+    return elsewhere.Seen(end, *first, *second, bool(call.told.get("causal")), call.told.get("scale"))
+
+
+def before_it(spans: Spans, key: int) -> int:
+    """How many keys of spans come before one."""
+    return sum([len(span.within(Span(0, key))) for span in spans])
 
 
 def adjacent(*arrays: Any) -> bool:

@@ -39,8 +39,8 @@ class Along:
         return int32(0)
 
     @inlined
-    def come(self, seen, key, keys, given):
-        """So many keys from `key` on are here, and their values: how much has come by now, of which `seen` was known."""
+    def come(self, seen, key, given):
+        """The block of keys from `key` on is here, and its values: how much has come by now, of which `seen` was known."""
         return seen
 
     @inlined
@@ -57,41 +57,6 @@ class Along:
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """Start copying tile j of `n` of a pipeline, `piece` bytes at once."""
         pipe.fill(j, source, (own.batch, key, head, 0), 1, 3, n, piece)
-
-
-@static
-class Arriving(Along):
-    """The same, in memory into which they are being copied meanwhile, some after the others. given.arrived[0] counts the copies
-    that are done; given.awaits[n] of them must be before keys BLOCK n to BLOCK n + BLOCK are here, and its last number is how
-    many there are. Whoever copies must need no multiprocessor: all of them may be waiting here."""
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """See Along."""
-        return {"arrived": ENDS, "awaits": ENDS}
-
-    def __str__(self):
-        return " arriving"
-
-    @inlined
-    def here(self, given):
-        """See Along. When all have come no block of keys asks again: to look up what it awaits would keep TMA waiting."""
-        seen, every = int32(given.arrived[0]), int32(given.awaits[given.awaits.shape[0] - 1])
-        if seen >= every:
-            wait_count(given.arrived, (int32(0),), every)  # for its fence
-            seen = int32(ALL)
-        return seen
-
-    @inlined
-    def come(self, seen, key, keys, given):
-        """See Along."""
-        if seen < ALL:
-            first, last = int32(key // BLOCK), int32(min((key + keys - 1) // BLOCK, given.awaits.shape[0] - 2))
-            awaited = int32(max(given.awaits[first], given.awaits[last]))
-            if seen < awaited:
-                wait_count(given.arrived, (int32(0),), awaited)
-                seen = awaited
-        return seen
 
 
 @static
@@ -139,6 +104,40 @@ class Apart(Along):
             ring.fill(j, given.own_v, (own.batch, row, head))
         else:
             ring.fill(j, source, (own.batch, row, head))
+
+
+@static
+class Arriving(Apart):
+    """The same, the others' being copied to their place meanwhile, some after the others. given.arrived[0] counts the copies
+    that are done; given.awaits[n] of them must be before keys BLOCK n to BLOCK n + BLOCK are here, and its last number is how
+    many there are. Whoever copies must need no multiprocessor: all of them may be waiting here."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Along."""
+        return super().given | {"arrived": ENDS, "awaits": ENDS}
+
+    def __str__(self):
+        return " arriving"
+
+    @inlined
+    def here(self, given):
+        """See Along. When all have come no block of keys asks again: to look up what it awaits would keep TMA waiting."""
+        seen, every = int32(given.arrived[0]), int32(given.awaits[given.awaits.shape[0] - 1])
+        if seen >= every:
+            wait_count(given.arrived, (int32(0),), every)  # for its fence
+            seen = int32(ALL)
+        return seen
+
+    @inlined
+    def come(self, seen, key, given):
+        """See Along."""
+        if seen < ALL:
+            awaited = int32(given.awaits[key // BLOCK])
+            if seen < awaited:
+                wait_count(given.arrived, (int32(0),), awaited)
+                seen = awaited
+        return seen
 
 
 @static

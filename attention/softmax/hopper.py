@@ -178,7 +178,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
             if head_dim <= BLOCK and variant is CAUSAL:  # for several GPUs
                 whole = config_for(head_dim, of, variant, math.inf, lie=Parts, axes=(), by_list=False)
-                yield from (replace(whole, held=held) for held in (Apart(whole.key, whole.value), Arriving()))
+                yield from (
+                    replace(whole, held=held) for held in (Apart(whole.key, whole.value), Arriving(whole.key, whole.value))
+                )
 
 
 @static
@@ -334,7 +336,7 @@ def make(config: Config):
                         later = own.key + tiling.key(every, i + 1, at)
                         held.fill(k, j + i + 1, gK, own, batch, later, kv_head, given)
                     if not AHEAD:
-                        seen = held.come(seen, key, KV, given)
+                        seen = held.come(seen, key, given)
                         held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
