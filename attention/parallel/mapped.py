@@ -143,8 +143,8 @@ class Memory:
             (part(k, to), rows(other, 0, k, source), part(v, to), rows(other, of_keys, v, source))
             for other, source, to in arrival.copies
         ]
-        counts = torch.zeros(2, dtype=torch.int32, device="cuda")[:1]
-        none = torch.zeros(2, dtype=k.dtype, device="cuda")
+        counts = torch.zeros(2, dtype=torch.int32, device=k.device)[:1]
+        none = torch.zeros(2, dtype=k.dtype, device=k.device)
         return [*places, counts.view(k.dtype)], none, copies, counts, counts.view(torch.uint32)
 
     def view(self, at: int, dtype: Any, shape: Sequence[int], rank: int, first: int, end: int) -> Any:

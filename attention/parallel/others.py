@@ -57,7 +57,8 @@ class _Parts:
         def part(first: int, n: int, of: int) -> Strided | None:
             return None if n == of else ((1, n, *x.shape[2:]), (of * each, *x.stride()[1:]), first * each)
 
-        here, there = ([views.rows.ranges[n] for n in views.of_all_heads or ()][its.own :] for views in (its.here, its.there))
+        parts = [[views.rows.ranges[n] for n in views.of_all_heads or ()] for views in (its.here, its.there)]
+        here, there = parts[0][its.own :], parts[1][its.own :]
         self.sends = [(rank, part(*one, x.shape[1])) for rank, one in zip(its.sends, here)]
         before = [first - before_it(own, first) for first, _ in there]
         self.receives = [(rank, part(first, n, rows)) for rank, first, (_, n) in zip(its.receives, before, there)]
