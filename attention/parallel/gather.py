@@ -1,8 +1,9 @@
 """Scheme "gather": keys and values come to the queries, as far as these see them.
 
 Each query sees all its keys in one call, so out and lse are what one GPU gives, bit by bit, however many ranks there are.
-Something is computed while keys are under way: of a window the queries that see their own rank's keys alone, which stay where
-they are; else the first key heads come before the others, and theirs is computed. Gradients of keys and values are
+A rank's own keys stay where they are, if they can (others.py). Something is computed while keys are under way: of a window the
+queries that see their own rank's keys alone; of many keys the first heads', which come before the others; between ranks that
+map each other's memory what has come (arrival.py). Gradients of keys and values are
 added up in float32 at the rank whose queries they are of, and then, in the order of ranks, at the rank that has them."""
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 
 A rank's rows go to one half of a memory that the others map; all meet; each copies what it wants out of the others' halves. The
 next call has the other half: who meets there has its copies of this one, so that nobody overwrites what another still wants.
-All of it runs on a stream that begins behind the caller's, which waits for its end."""
+Copies run on a stream that begins behind the caller's, which waits for their end; or attention begins at once, and its thread
+blocks wait for the copies of what they read (arrival.py)."""
 
 from __future__ import annotations
 
@@ -176,12 +177,13 @@ def _aligned(rows: int, x: Any) -> int:
 
 def mapped(group: Any = None) -> Mapped:
     """The ranks of a process group, or all, as ranks that map each other's memory; pass it to this package's functions as
-    `group`. Every rank calls it, once. Their GPUs are on one host and reach each
-    other (torch.distributed._symmetric_memory).
+    `group`. Every rank calls it, once. Their GPUs are on one host and reach each other
+    (torch.distributed._symmetric_memory).
 
     Rows of a batch of one that have all heads then come by copies: keys and values of "gather", unless they come in two
-    turns (choice.first_heads). Everything else comes by messages, as before. Twice the largest share that came this way
-    stays allocated. If a rank does not call it, the others get a CUDA error after ten minutes, which names nothing."""
+    turns (choice.first_heads), and while attention reads them where arrival.py serves the call. Everything else comes by
+    messages, as before. Twice the largest share that came this way stays allocated. If a rank does not call it, the others
+    get a CUDA error after ten minutes, which names nothing."""
     return _mapped(one_of(group))
 
 

@@ -78,9 +78,4 @@ def before_it(spans: Spans, key: int) -> int:
 
 def adjacent(*arrays: Any) -> bool:
     """Do their elements lie one behind the other, from such an address on as TMA takes?"""
-    at = 0
-    for x in arrays:
-        if not x.is_contiguous():
-            return False
-        at |= x.data_ptr()
-    return not at % ALIGNMENT
+    return all([x.is_contiguous() and not x.data_ptr() % ALIGNMENT for x in arrays])
