@@ -68,7 +68,8 @@ def seen_of(piece: Piece, own: Spans, call: Call) -> elsewhere.Seen:
     """What such a call is told."""
     end = piece.keys.stop
     first, second = [*own, *[Span(end, end)] * (2 - len(own))]
-    return elsewhere.Seen(end, *first, *second, bool(call.told.get("causal")), call.told.get("scale"))
+    spans = first.start, first.stop, second.start, second.stop
+    return elsewhere.Seen(end, *spans, bool(call.told.get("causal")), call.told.get("scale"))
 
 
 def before_it(spans: Spans, key: int) -> int:
