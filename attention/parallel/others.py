@@ -67,7 +67,7 @@ class _Parts:
 def seen_of(piece: Piece, own: Spans, call: Call) -> elsewhere.Seen:
     """What such a call is told."""
     end = piece.keys.stop
-    first, second = [*own, *[Span(end, end)] * (2 - len(own))]
+    first, second = (own + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
     return elsewhere.Seen(end, *spans, bool(call.told.get("causal")), call.told.get("scale"))
 
