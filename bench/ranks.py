@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ import torch.multiprocessing as mp
 
 import attention
 from attention import parallel
-from attention.parallel.peers import peers_of
+from attention.parallel.peers import Peers, peers_of
 from attention.recurrent.delta_rule import states
 
 TURNS, CALLS = 5, 3
@@ -234,42 +235,47 @@ def of_the_host(function):
 
 
 def copies():
-    """Keys and values that come by copy engines, beside messages."""
+    """Keys and values that come by copy engines while attention reads them, beside messages."""
     group = parallel.mapped()
-    for length in 1024, 8192, 16384:
-        whole = drawn(length, 32, 8)
+    for length, heads, kv_heads in (1024, 32, 8), (8192, 32, 8), (16384, 32, 8), (65536, 32, 8), (65536, 16, 16):
+        whole = drawn(length, heads, kv_heads)
         mine = [parallel.shard(x) for x in whole]
         functions = {"one": lambda whole=whole: attention.forward(*whole, **CAUSAL)}
         for name, one in ("messages", None), ("copies", group):
             functions[name] = lambda mine=mine, one=one: parallel.forward(*mine, group=one, scheme="gather", **CAUSAL)
         wrong = slowest(float((functions["copies"]() != functions["messages"]()).sum()))
-        say(what=f"copies S {length}", wrong=wrong, **{f"host us {n}": of_the_host(f) for n, f in functions.items()})
-        scaling(f"copies S {length}", functions, turns=7, calls=10)
+        if length < 65536:
+            say(what=f"copies S {length}", **{f"host us {n}": of_the_host(f) for n, f in functions.items()})
+        often = dict(turns=3) if length > 16384 else dict(turns=7, calls=10)
+        scaling(f"copies S {length} {heads}/{kv_heads}, {wrong} wrong", functions, **often)
+
+
+def messages_of(call):
+    """What a call of parallel.forward exchanges, once: a function that does no more."""
+    caught, real = [], Peers.exchange
+
+    def exchange(peers, sends, receives):
+        caught.append((peers, sends, receives))
+        return real(peers, sends, receives)
+
+    with patch.object(Peers, "exchange", exchange):
+        call()
+    ((peers, sends, receives),) = caught
+    return lambda: peers.exchange(sends, receives).wait()
 
 
 def host():
     """What a call costs the host beyond its collectives and attention.forward's own; and the link's speed."""
     mine = [parallel.shard(x) for x in drawn(1024, 8, 2)]
     whole = drawn(512, 8, 2)
-    rooms = [torch.empty_like(mine[1]) for _ in range(2)]
+    gather = lambda: parallel.forward(*mine, scheme="gather", **CAUSAL)
+    bare, attend = messages_of(gather), lambda: attention.forward(*whole, **CAUSAL)
+    functions = {"gather": gather, "messages": bare, "attention": attend, "messages and attention": lambda: (bare(), attend())}
+    found = {name: of_the_host(function) for name, function in functions.items()}
+    apart = found["messages"] + found["attention"]
+    say(what="host us a call", **found, beyond=found["gather"] - apart)
     (peers,) = peers_of(None)
     other = 1 - peers.rank
-
-    def cut(arrays, rank):
-        """The first rank's two parts lie apart in the whole, the second one's do not."""
-        return [(other, part) for x in arrays for part in (x.chunk(2, 1) if rank == 0 else (x,))]
-
-    def bare():
-        """The same messages."""
-        peers.exchange(cut(mine[1:], peers.rank), cut(rooms, other)).wait()
-
-    functions = {
-        "gather": lambda: parallel.forward(*mine, scheme="gather", **CAUSAL),
-        "messages": bare,
-        "attention": lambda: attention.forward(*whole, **CAUSAL),
-    }
-    found = {name: of_the_host(function) for name, function in functions.items()}
-    say(what="host us a call", **found, beyond=found["gather"] - found["messages"] - found["attention"])
     for size in 2**23, 2**25, 2**27:
         a, b = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 

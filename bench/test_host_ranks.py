@@ -18,6 +18,7 @@ import attention  # noqa: E402
 from attention import parallel  # noqa: E402
 from attention.parallel import softmax  # noqa: E402
 from attention.parallel.peers import Peers, Pending  # noqa: E402
+from attention.softmax import elsewhere  # noqa: E402
 from bench.measure import report  # noqa: E402
 
 CALLS, WARMUP = 1500, 100
@@ -56,6 +57,7 @@ def one_of_two():
     patch.setattr(Peers, "gathered", lambda self, said, device: [said] * self.world)
     patch.setattr(softmax, "_planned", planned_in_earnest)
     patch.setattr(attention, "forward", attends_to_nothing)
+    patch.setattr(elsewhere, "apart", lambda q, *others: attends_to_nothing(q, None, None))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield
@@ -67,7 +69,7 @@ def one_of_two():
 def times(name):
     """Milliseconds of each call of a case."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16
-    q, k, v = (torch.empty(1, 64, heads, 16, device=device, dtype=dtype) for heads in (8, 2, 2))
+    q, k, v = (torch.empty(1, 512, heads, 16, device=device, dtype=dtype) for heads in (8, 2, 2))
     options, found = CASES[name], []
     learning = "training" in name
     q.requires_grad_(learning)

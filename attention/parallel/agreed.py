@@ -22,6 +22,11 @@ PLAIN = frozenset([bool, int, float, str])
 _KNOWN: dict[Hashable, Any] = {}
 
 
+def remembered(key: Hashable) -> Any:
+    """What `agreed` gave for this form, or None."""
+    return _KNOWN.get(key)
+
+
 def agreed(peers: Sequence[Peers], key: Hashable, plan: Callable[[], tuple[str, T]], device: Any) -> T:
     """What `plan` makes of a call of this form, remembered; it also says what all ranks must have in common.
 

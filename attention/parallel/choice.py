@@ -10,7 +10,7 @@ A rank of R has S / R queries of H heads, and keys and values of Hk, of 2 bytes 
               all R / (R - 1) of it is copied on both sides
     ring      S / R Hk (D + Dv) 2 bytes a step, which find the multiprocessors taken by what is computed meanwhile, and are
               waited for; a step reads and writes the result in float32, 8 bytes of each element, and rounding it takes 6; in
-              several turns, for some key heads each, where two shares and that result do not fit at once
+              several turns, for some key heads each, where two shares and that result do not fit at once, or turns are long
 
 The figures of a Machine are those of an H200, of two of one host: docs/parallel.md says how well the model meets what was
 measured, and what it says of more GPUs."""
@@ -30,6 +30,7 @@ ITEM = 2  # bytes of an element
 SHARE = 0.25  # of a GPU's memory that a scheme may take beyond its shards
 WORTH = 2**26  # bytes that come, from which on it is worth a launch that some come first
 EARLY = 4  # a quarter of the key heads does
+LONG = 4e-3  # seconds of a turn of ring, beside which its own ends and messages are nothing
 FULL = 264  # tiles that keep a GPU busy until the last one
 
 
@@ -124,11 +125,19 @@ def _of_gather(
     return of_key * comes, 2 * batch * len(call.heads) * columns * work / machine.flops, of_key * max(every, default=0)
 
 
-def turns_of(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], limit: float) -> int:
-    """How often ring goes round: as seldom as what it holds fits, or with a key head each time."""
+def least_turns(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], limit: float) -> int:
+    """How often ring must go round: as seldom as what it holds fits, or with a key head each time."""
     heads = len(call.kv_heads)
     able = [n for n in range(1, heads + 1) if heads % n == 0]
     return next((n for n in able if _of_ring(call, batch, queries, keys, n) <= limit), heads)
+
+
+def turns_of(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], limit: float) -> int:
+    """How often it does, forward: in more turns, so that it holds no more than two shares, where each of them takes long."""
+    two = 2 * batch * len(call.kv_heads) * sum(call.head_dims) * ITEM * max(map(count, keys), default=0)
+    least, more = (least_turns(call, batch, queries, keys, most) for most in (limit, two))
+    _, seconds, _ = _of_gather(call, batch, queries, keys, Machine())
+    return max(least, more) if seconds >= more * LONG else least
 
 
 def _of_ring(call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], turns: int) -> float:

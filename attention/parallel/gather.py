@@ -1,8 +1,9 @@
 """Scheme "gather": keys and values come to the queries, as far as these see them.
 
 Each query sees all its keys in one call, so out and lse are what one GPU gives, bit by bit, however many ranks there are.
-Something is computed while keys are under way: of a window the queries that see their own rank's keys alone, which stay where
-they are; else the first key heads come before the others, and theirs is computed. Gradients of keys and values are
+A rank's own keys stay where they are, if they can (others.py). Something is computed while keys are under way: of a window the
+queries that see their own rank's keys alone; of many keys the first heads', which come before the others; between ranks that
+map each other's memory what has come (arrival.py). Gradients of keys and values are
 added up in float32 at the rank whose queries they are of, and then, in the order of ranks, at the rank that has them."""
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import torch
 
 import attention
 
+from ..softmax import elsewhere
+from .arrival import Arrival, arrival_of
 from .choice import FULL, WORTH, first_heads, mostly_at_home
 from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
 from .orders import Span, Spans, count, places, runs
+from .others import Others, adjacent
 from .peers import Peers
 from .pieces import TILE, Call, Piece, nothing, sloped
 
@@ -47,6 +51,14 @@ class Gather:
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
+        arrival = self._arrival(q, call) if self.peers.arrives else None
+        if arrival is not None:
+            q, k, v = (x if adjacent(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            keys, values, arrived = self.peers.arrive(arrival, k, v)
+            return elsewhere.arriving(q, keys, values, arrival.lengths, k, v, arrived, arrival.awaits, arrival.seen)
+        others = self._others(k, v, call)
+        if others is not None and adjacent(q, k, v):
+            return others.attend(self.peers, q, k, v)
         turns = self._turns(q, k, call)
         moving = [None if turn.way is None else move(self.peers, (k, turn.way), (v, turn.way)) for turn in turns]
         if len(turns) == 1 and len(turns[0].parts) == 1 and turns[0].parts[0][0] is None:  # one call makes all there is
@@ -92,6 +104,26 @@ class Gather:
             home.append(sums_on_their_way(self.peers, *[(x, back) for x in sums], into=totals))
         for on_their_way_back in home:
             on_their_way_back.wait()
+
+    def _arrival(self, q: Any, call: Call) -> Arrival | None:
+        """How keys and values come while they are read; None: they are all waited for."""
+        found = self.known.get("arrival", False)
+        if found is False:
+            serves = call.plain and elsewhere.serves(q.device, *call.head_dims)
+            found = arrival_of(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
+            self.known["arrival"] = found
+        return found
+
+    def _others(self, k: Any, v: Any, call: Call) -> Others | None:
+        """How others' keys and values come, if own ones stay where they are."""
+        found = self.known.get("others", False)
+        if found is False:
+            every, rank = all_heads(k.shape[2]), self.peers.rank
+            at_once = self._in_turn(k, call) == [every] and not self.peers.maps
+            its = self._way(k, call, every) if at_once else None
+            found = None if its is None else Others.of(k, v, self.queries[rank], self.keys[rank], its, call)
+            self.known["others"] = found
+        return found
 
     def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:
         """What is done for a call; remembered if calls of this form differ in nothing but q, k and v."""

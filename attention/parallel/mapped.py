@@ -5,12 +5,14 @@
 
 A rank's rows go to one half of a memory that the others map; all meet; each copies what it wants out of the others' halves. The
 next call has the other half: who meets there has its copies of this one, so that nobody overwrites what another still wants.
-All of it runs on a stream that begins behind the caller's, which waits for its end."""
+Copies run on a stream that begins behind the caller's, which waits for their end; or attention begins at once, and its thread
+blocks wait for the copies of what they read (arrival.py)."""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .moves import Way
+from .arrival import Arrival
+from .moves import Strided, Way, made_like, strided
+from .orders import Span
 from .peers import Peers, Pending, one_of
 
 ALIGNED = 256  # bytes
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # ranks of one GPU, which copies by multiprocessors
 PATIENCE = 600_000  # milliseconds that the others may take to come
 
 
@@ -38,9 +43,18 @@ class Mapped(Peers):
         """See Peers."""
         return self.memory.open
 
+    @property
+    def arrives(self) -> bool:
+        """See Peers."""
+        return self.memory.by_engines and self.memory.open
+
+    def arrive(self, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """See Peers."""
+        return self.memory.arriving(self.rank, arrival, k, v)
+
     def bring(self, routes: Sequence[tuple[Any, Way, Sequence[Any]]]) -> Pending:
         """See Peers."""
-        sizes = [-(-its.most * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED for x, its, _ in routes]
+        sizes = [_aligned(its.most, x) for x, its, _ in routes]
         self.memory.turn(sum(sizes))
         own, copies, at = [], [], 0
         for (x, its, places), size in zip(routes, sizes):
@@ -57,6 +71,10 @@ class Memory:
     def __init__(self, peers: Peers):
         self.peers, self.nbytes, self.half, self.stream = peers, 0, 0, torch.cuda.Stream()
         self.views: dict[Any, Any] = {}
+        self.device, self.now, self.event = torch.cuda.current_device(), torch.cuda.current_stream(), torch.cuda.Event()
+        self.raw = self.now.cuda_stream
+        self.by_engines = os.environ.get(OVERLAPPING) != "1"
+        self.write = torch._C._distributed_c10d._SymmetricMemory.stream_write_value32
 
     @property
     def open(self) -> bool:
@@ -73,7 +91,62 @@ class Memory:
             self.views, self.nbytes = {}, nbytes
             self.whole = _symmetric_memory.empty(2 * nbytes, dtype=torch.uint8, device="cuda")
             self.handle = _symmetric_memory.rendezvous(self.whole, self.peers.group)
+        raw = torch._C._cuda_getCurrentRawStream(self.device)
+        if raw != self.raw:  # what was called on another stream may still read, or be copied
+            now = torch.cuda.current_stream()
+            for one in (self.now, self.stream):
+                now.wait_stream(one)
+            self.now, self.raw = now, raw
         self.half = 0 if self.half else self.nbytes
+
+    def arriving(self, rank: int, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Own rows are put where others read them, all meet, and the others' are copied while what is given back is read.
+
+        Whoever has read all of it has waited for all copies, so that what is given back is free then, and so is the half."""
+        form = self.views.get(arrival)
+        if form is None:
+            makers = [made_like(x, arrival.rows) for x in (k, v)]
+            form = [_aligned(arrival.most, x) for x in (k, v)], *makers
+        (of_keys, of_values), make_keys, make_values = form
+        self.turn(of_keys + of_values)
+        self.views[arrival] = form
+        known = self.views.get((arrival, self.half))
+        if known is None:
+            known = self.views[arrival, self.half] = self._arriving(rank, arrival, of_keys, k, v)
+        places, none, copies, arrived, count = known
+        keys, values = make_keys(), make_values()
+        torch._foreach_copy_(places, [k, v, none])
+        self.handle.barrier(0, PATIENCE)
+        self.event.record(self.now)
+        self.stream.wait_event(self.event)
+        torch.cuda.set_stream(self.stream)
+        try:
+            for n, (keys_part, its_keys, values_part, its_values) in enumerate(copies):
+                strided(keys, *keys_part).copy_(its_keys)
+                strided(values, *values_part).copy_(its_values)
+                self.write(count, 0, n + 1)
+        finally:
+            torch.cuda.set_stream(self.now)
+        return keys, values, arrived
+
+    def _arriving(self, rank: int, arrival: Arrival, of_keys: int, k: Any, v: Any) -> tuple[Any, ...]:
+        """What calls of a form have in common in this half: where own rows go, what is copied, and what counts copies."""
+
+        def rows(rank: int, at: int, x: Any, span: Span) -> Any:
+            return self.view(at, x.dtype, x.shape[2:], rank, *span)
+
+        def part(x: Any, span: Span) -> Strided:
+            each = math.prod(x.shape[2:])
+            return (1, len(span), *x.shape[2:]), (arrival.rows * each, *x.stride()[1:]), span.start * each
+
+        places = [rows(rank, at, x, Span(0, x.shape[1])) for at, x in ((0, k), (of_keys, v))]
+        copies = [
+            (part(k, to), rows(other, 0, k, source), part(v, to), rows(other, of_keys, v, source))
+            for other, source, to in arrival.copies
+        ]
+        counts = torch.zeros(2, dtype=torch.int32, device=k.device)[:1]
+        none = torch.zeros(2, dtype=k.dtype, device=k.device)
+        return [*places, counts.view(k.dtype)], none, copies, counts, counts.view(torch.uint32)
 
     def view(self, at: int, dtype: Any, shape: Sequence[int], rank: int, first: int, end: int) -> Any:
         """Rows of the array that a rank has in its half from a byte on."""
@@ -97,14 +170,20 @@ class Memory:
             return self.stream.record_event()
 
 
+def _aligned(rows: int, x: Any) -> int:
+    """Bytes of so many rows of an array."""
+    return -(-rows * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED
+
+
 def mapped(group: Any = None) -> Mapped:
     """The ranks of a process group, or all, as ranks that map each other's memory; pass it to this package's functions as
-    `group`. Every rank calls it, once. Their GPUs are on one host and reach each
-    other (torch.distributed._symmetric_memory).
+    `group`. Every rank calls it, once. Their GPUs are on one host and reach each other
+    (torch.distributed._symmetric_memory).
 
     Rows of a batch of one that have all heads then come by copies: keys and values of "gather", unless they come in two
-    turns (choice.first_heads). Everything else comes by messages, as before. Twice the largest share that came this way
-    stays allocated. If a rank does not call it, the others get a CUDA error after ten minutes, which names nothing."""
+    turns (choice.first_heads), and while attention reads them where arrival.py serves the call. Everything else comes by
+    messages, as before. Twice the largest share that came this way stays allocated. If a rank does not call it, the others
+    get a CUDA error after ten minutes, which names nothing."""
     return _mapped(one_of(group))
 
 

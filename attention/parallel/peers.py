@@ -55,6 +55,15 @@ class Peers:
         """Do rows come by `bring` now? See mapped.py."""
         return False
 
+    @property
+    def arrives(self) -> bool:
+        """May attention read by `arrive` what is still being copied? See mapped.py."""
+        return False
+
+    def arrive(self, arrival: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """(keys, values, how many copies are done), of those that an Arrival says are on their way."""
+        raise NotImplementedError
+
     def bring(self, routes: Sequence[tuple[Any, Any, Sequence[Any]]]) -> Pending:
         """Of each array, of a batch of one, by its Way, the rows that others have to their places in another."""
         raise NotImplementedError

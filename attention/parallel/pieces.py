@@ -150,11 +150,11 @@ class Call(NamedTuple):
         placed = self._placed(rows, k)
         return Piece(rows, k, told | placed, at, "aux" in placed)
 
-    def joined(self, spans: Spans, batch: int) -> Piece | None:
-        """Queries of several spans, one behind the other, beside all keys that they see, as one call: a launch has one end, in
-        which some of the GPU idles, and two would have two. None: it takes a call for each."""
+    def joined(self, spans: Spans, batch: int, least: int = 2) -> Piece | None:
+        """Queries of several spans, or of `least`, one behind the other, beside all keys that they see, as one call: a launch
+        has one end, in which some of the GPU idles, and two would have two. None: it takes a call for each."""
         reaches, (_, right) = [self.reach(span) for span in spans], self.window
-        alike = len(spans) > 1 and len({len(span) for span in spans}) == 1 and right in (None, 0)
+        alike = len(spans) >= least and len({len(span) for span in spans}) == 1 and right in (None, 0)
         if not alike or self.told.get("dropout") or PLACED & self.told.keys() or any([x.start or not len(x) for x in reaches]):
             return None
         lengths = _lengths(tuple([x.stop for x in reaches]), batch, self.device)

@@ -36,12 +36,13 @@ class Turn(NamedTuple):
 
 
 class Ring:
-    """Of ranks that have these queries and these keys each, going round so many times."""
+    """Of ranks that have these queries and these keys each, going round so many times; turns_back: for gradients."""
 
     name = "ring"
 
-    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], turns: int = 1):
-        self.peers, self.queries, self.keys, self.turns = peers, queries, keys, turns
+    def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], turns: int = 1, turns_back: int = 1):
+        self.peers, self.queries, self.keys = peers, queries, keys
+        self.turns, self.turns_back = turns, turns_back
         self.known: list[Turn] | None = None  # what follows from the call's form
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
@@ -83,7 +84,7 @@ class Ring:
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
         """Add the gradients of `attend` to what is found."""
         back: list[list[tuple[Pending, Any, Any]]] = []
-        for heads, mine, of_turn in self._heads(call):
+        for heads, mine, of_turn in self._heads(call, self.turns_back):
             alone = _without_sink(of_turn)
             dk, dv = found.dk[:, :, heads], found.dv[:, :, heads]
 
@@ -118,9 +119,9 @@ class Ring:
             pending.wait()
             now = coming
 
-    def _heads(self, call: Call) -> Iterator[tuple[slice, slice, Call]]:
-        """(key heads, query heads that read them, the call of these) of each turn."""
-        each = len(call.kv_heads) // self.turns
+    def _heads(self, call: Call, turns: int) -> Iterator[tuple[slice, slice, Call]]:
+        """(key heads, query heads that read them, the call of these) of each of so many turns."""
+        each = len(call.kv_heads) // turns
         for first in range(0, len(call.kv_heads), each):
             heads = Span(first, first + each)
             yield slice(*heads), *call.of_key_heads(heads)
@@ -129,7 +130,7 @@ class Ring:
         """What is done for a call; remembered as Gather does."""
         if self.known is not None:
             return self.known
-        found = [self._turn(q.shape[0], *its) for its in self._heads(call)]
+        found = [self._turn(q.shape[0], *its) for its in self._heads(call, self.turns)]
         if call.plain:
             self.known = found
         return found

@@ -6,11 +6,13 @@ from typing import Any
 from numba.cuda import types
 from numpy import int32
 
+from ops import wait_count
 from tiles import inlined, static
 from tiles.arguments import ENDS, INT, tiled
 from tiles.types import gl, st
 
 TABLE = types.Array(types.int32, 2, "A")  # of pages' numbers
+BLOCK, ALL = 128, 2**30  # keys that come together, and how much has come if nothing is awaited: see Arriving
 
 
 @static
@@ -32,14 +34,110 @@ class Along:
         return ""
 
     @inlined
+    def here(self, given):
+        """How much of them has come before a tile of queries begins: see `come`."""
+        return int32(0)
+
+    @inlined
+    def come(self, seen, key, given):
+        """The block of keys from `key` on is here, and its values: how much has come by now, of which `seen` was known."""
+        return seen
+
+    @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
         """Fill tile j of a ring: from place `key` on of a Sequence, which has that number."""
         ring.fill(j, source, (own.batch, key, head))
 
     @inlined
+    def fill_values(self, ring, j, source, own, number, key, head, given):
+        """The same of values."""
+        self.fill(ring, j, source, own, number, key, head, given)
+
+    @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """Start copying tile j of `n` of a pipeline, `piece` bytes at once."""
         pipe.fill(j, source, (own.batch, key, head, 0), 1, 3, n, piece)
+
+
+@static
+class Apart(Along):
+    """Those of two spans in arrays of their own, one span behind the other, and all others one behind the other in the
+    kernel's: nobody has to put them together. Spans begin and end with a block of keys, or where keys end. key, value: a block
+    of them."""
+
+    key: st
+    value: st
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Along."""
+        arrays = {"own_k": tiled(self.key, unit=1), "own_v": tiled(self.value, unit=1)}
+        return arrays | dict.fromkeys(("own_first", "own_end", "own_second", "own_second_end"), INT)
+
+    def __str__(self):
+        return " apart"
+
+    @inlined
+    def place(self, key, given):
+        """(do a key and its block lie in one of the spans, in which row of the arrays that have it)"""
+        first = min(max(key, given.own_first), given.own_end) - given.own_first  # keys of the spans that come before it
+        second = min(max(key, given.own_second), given.own_second_end) - given.own_second
+        in_first = key >= given.own_first and key < given.own_end
+        mine = in_first or (key >= given.own_second and key < given.own_second_end)
+        before = int32(first + second)
+        return mine, before if mine else int32(key - before)
+
+    @inlined
+    def fill(self, ring, j, source, own, number, key, head, given):
+        """See Along."""
+        mine, row = self.place(key, given)
+        if mine:
+            ring.fill(j, given.own_k, (own.batch, row, head))
+        else:
+            ring.fill(j, source, (own.batch, row, head))
+
+    @inlined
+    def fill_values(self, ring, j, source, own, number, key, head, given):
+        """See Along."""
+        mine, row = self.place(key, given)
+        if mine:
+            ring.fill(j, given.own_v, (own.batch, row, head))
+        else:
+            ring.fill(j, source, (own.batch, row, head))
+
+
+@static
+class Arriving(Apart):
+    """The same, the others' being copied to their place meanwhile, some after the others. given.arrived[0] counts the copies
+    that are done; given.awaits[n] of them must be before keys BLOCK n to BLOCK n + BLOCK are here, and its last number is how
+    many there are. Whoever copies must need no multiprocessor: all of them may be waiting here."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """See Along."""
+        return super().given | {"arrived": ENDS, "awaits": ENDS}
+
+    def __str__(self):
+        return " arriving"
+
+    @inlined
+    def here(self, given):
+        """See Along. When all have come no block of keys asks again: to look up what it awaits would keep TMA waiting."""
+        seen, every = int32(given.arrived[0]), int32(given.awaits[given.awaits.shape[0] - 1])
+        if seen >= every:
+            wait_count(given.arrived, (int32(0),), every)  # for its fence
+            seen = int32(ALL)
+        return seen
+
+    @inlined
+    def come(self, seen, key, given):
+        """See Along."""
+        if seen < ALL:
+            awaited = int32(given.awaits[key // BLOCK])
+            if seen < awaited:
+                wait_count(given.arrived, (int32(0),), awaited)
+                seen = awaited
+        return seen
 
 
 @static

@@ -20,7 +20,7 @@ from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from .held import Along
+from .held import BLOCK, Along, Apart, Arriving
 from .kind import Kind, in_pages
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
@@ -176,6 +176,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             )
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
+            if head_dim <= BLOCK and variant is CAUSAL:  # for several GPUs
+                whole = config_for(head_dim, of, variant, math.inf, lie=Parts, axes=(), by_list=False)
+                yield from (
+                    replace(whole, held=held) for held in (Apart(whole.key, whole.value), Arriving(whole.key, whole.value))
+                )
 
 
 @static
@@ -322,6 +327,7 @@ def make(config: Config):
                 every = tiling.key_blocks(row, at)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
+                seen = held.here(given)
                 if AHEAD:
                     held.fill(k, j, gK, own, batch, own.key + tiling.key(every, 0, at), kv_head, given)
                 for i in range(every.n):
@@ -330,11 +336,12 @@ def make(config: Config):
                         later = own.key + tiling.key(every, i + 1, at)
                         held.fill(k, j + i + 1, gK, own, batch, later, kv_head, given)
                     if not AHEAD:
+                        seen = held.come(seen, key, given)
                         held.fill(k, j + i, gK, own, batch, key, kv_head, given)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
                     brought.fill(tiles, j + i, given, (batch, head, row, tiling.key(every, i, at) // KV))
-                    held.fill(v, j + i, gV, own, batch, key, kv_head, given)
+                    held.fill_values(v, j + i, gV, own, batch, key, kv_head, given)
                 r, j = int32(r + 1), int32(j + every.n)
         else:
             warpgroup.claim_registers(claim)

@@ -93,3 +93,27 @@ def again(world):
             other @ other
         wrong += (parallel.forward(*given, scheme="gather", causal=True) != wanted).any()
     assert wrong.item() == 0
+
+
+def test_keys_come_while_they_are_read(two):
+    two.run(arriving)
+
+
+def arriving(world):
+    """Other arrays in every call, of two lengths in turns, on one stream or another, while the GPU is busy: one GPU's bits;
+    and no message is sent."""
+    group, busy, side = parallel.mapped(), torch.cuda.Stream(), torch.cuda.Stream()
+    other, wrong = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), torch.zeros((), device="cuda")
+    vars(group)["exchange"] = None
+    for n in range(24):
+        whole = drawn(4096 if n % 2 else 8192, seed=n, **WIDE)
+        mine, wanted = [parallel.shard(x) for x in whole], parallel.shard(attention.forward(*whole, causal=True))
+        with torch.cuda.stream(busy):
+            other @ other
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if n % 3 == 0 else torch.cuda.current_stream()):
+            for _ in range(3):
+                out = parallel.forward(*mine, group=group, scheme="gather", causal=True)
+                wrong += (out != wanted).any()
+        torch.cuda.current_stream().wait_stream(side)
+    assert wrong.item() == 0

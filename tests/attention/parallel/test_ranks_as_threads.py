@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ import attention
 from attention import parallel
 from attention.parallel import agreed, gather, moves, parts
 from attention.parallel.gather import Gather
-from attention.parallel.mapped import Mapped
+from attention.parallel.mapped import Mapped, Memory
 from attention.parallel.orders import ORDERS, Span
 from attention.parallel.peers import Pending
 from attention.parallel.recurrent import Delta
@@ -317,7 +318,7 @@ def test_no_gradient_is_said_on_every_rank():
 class Lent:
     """Memory of a thread that all others read: see mapped.Memory. every: the two halves of each."""
 
-    open, half, late = True, 0, 0
+    open, by_engines, half, late = True, False, 0, 0
 
     def __init__(self, every, meeting):
         self.every, self.meeting = every, meeting
@@ -358,6 +359,52 @@ def test_rows_come_by_copies(world):
             memory.late = 0.05 * ((n + peers.rank) % world)
             given = [share(x, peers, "zigzag") for x in whole]
             out = parallel.forward(*given, group=mine, scheme="gather", causal=True, length=length)
+            assert torch.equal(out, share(wanted[n], peers, "zigzag"))
+
+    together(world, rank)
+
+
+class Engines(Memory):
+    """Memory of a thread that all others read, and what stands for streams."""
+
+    open = by_engines = True
+
+    def __init__(self, every, meeting):
+        self.every, self.meeting, self.views, self.half, self.nbytes = every, meeting, {}, 0, every[0].numel() // 2
+        self.handle = self
+        self.now = self.stream = self.event = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
+
+    def turn(self, nbytes):
+        assert nbytes <= self.nbytes
+        self.half = 0 if self.half else self.nbytes
+
+    def barrier(self, channel, patience):
+        self.meeting.wait(PATIENCE)
+
+    def get_buffer(self, rank, shape, dtype, begin):
+        return self.every[rank].view(dtype)[begin : begin + torch.Size(shape).numel()].view(shape)
+
+    def write(self, count, at, n):
+        count.view(torch.int32)[at] = n
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_keys_are_copied_to_where_they_are_read(monkeypatch, world):
+    """Again and again, of two forms in turns, k once not contiguous: no message is sent, and the bits are those of one."""
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    every, meeting = torch.zeros(world, 2**17, dtype=torch.uint8), threading.Barrier(world)
+    lengths = [256 * world * (1 + n % 2) for n in range(4)]
+    calls = [drawn(length, heads=1, seed=n) for n, length in enumerate(lengths)]
+    wanted = [attention.forward(*whole, causal=True) for whole in calls]
+
+    def rank(peers):
+        mine = Mapping(None, peers.rank, world, peers.ranks, Engines(every, meeting))
+        vars(mine).update(room=peers.room, exchange=None)
+        for n, whole in enumerate(calls):
+            q, k, v = (share(x, peers, "zigzag") for x in whole)
+            if n == 3:
+                k = torch.stack([k, k], -1)[..., 0]
+            out = parallel.forward(q, k, v, group=mine, scheme="gather", causal=True)
             assert torch.equal(out, share(wanted[n], peers, "zigzag"))
 
     together(world, rank)

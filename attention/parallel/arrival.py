@@ -1,0 +1,74 @@
+"""Keys and values of others that are copied while attention reads them: which, in which order, and what blocks of keys await.
+
+A rank puts its own where the others map them (mapped.py), and copies from them what its queries see. A thread block of
+attention reads keys from the last to the first, so later ones are copied first, and waits for a copy only where it comes to its
+keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..softmax.elsewhere import Seen
+from ..softmax.held import BLOCK
+from .choice import ITEM
+from .orders import Span, Spans, count, places
+from .others import SERVED, before_it, seen_of
+from .pieces import Call
+
+MOST, LEAST = 4, 2**22  # copies of a span, and bytes of one: the first must come soon, and each takes the host some 10 us
+
+
+class Copy(NamedTuple):
+    """Of keys and of values, rows of a rank's share, and where they come to among all others'."""
+
+    rank: int
+    source: Span
+    place: Span
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What calls of a form have in common. most: rows of the longest share; rows: of others', that come; copies: in their
+    order. lengths, awaits, seen: see softmax.elsewhere."""
+
+    most: int
+    rows: int
+    copies: tuple[Copy, ...]
+    lengths: Any
+    awaits: Any
+    seen: Seen
+
+
+def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch: int, call: Call) -> Arrival | None:
+    """That of a rank, if each has one: the queries of all of them see keys from the first on, each rank's as one launch."""
+    pieces = [call.joined(spans, batch, least=1) for spans in queries]
+    at_blocks = all([len(spans) <= 2 and all([span.start % BLOCK == 0 for span in spans]) for spans in keys])
+    if batch != 1 or None in pieces or not at_blocks or not call.told.keys() <= SERVED:
+        return None
+    piece, own = pieces[rank], keys[rank]
+    assert piece is not None, "every rank has one"
+    of_key, every = ITEM * len(call.kv_heads) * sum(call.head_dims), []
+    for other in [one for one in range(len(keys)) if one != rank]:
+        for at, span in places(keys[other]):
+            theirs = span.within(piece.keys)
+            for part in _cut(theirs, min(MOST, len(theirs) * of_key // LEAST)):
+                first, to = at + part.start - span.start, part.start - before_it(own, part.start)
+                every.append((part, Copy(other, Span(first, first + len(part)), Span(to, to + len(part)))))
+    every.sort(key=lambda one: -one[0].start)
+    awaits = torch.zeros(-(-piece.keys.stop // BLOCK) + 1, dtype=torch.int32)
+    awaits[-1] = len(every)
+    for n, (part, _) in enumerate(every):
+        awaits[part.start // BLOCK : -(-part.stop // BLOCK)] = n + 1
+    most, copies = max(map(count, keys)), tuple([copy for _, copy in every])
+    rows = max(1, sum([len(copy.place) for copy in copies]))  # TMA takes no array without elements
+    return Arrival(most, rows, copies, piece.options["lengths_k"], awaits.to(call.device), seen_of(piece, own, call))
+
+
+def _cut(span: Span, pieces: int) -> list[Span]:
+    """In so many pieces, or in one, of whole blocks."""
+    each = max(1, -(-len(span) // (BLOCK * max(1, pieces)))) * BLOCK
+    return [Span(first, min(span.stop, first + each)) for first in range(span.start, span.stop, each)]

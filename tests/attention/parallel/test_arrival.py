@@ -1,0 +1,110 @@
+"""Keys and values that are copied while attention reads them: the plan of it, by ranks that are threads; test_nccl.py has the
+copies, which take two GPUs."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import threads
+import torch
+from ranks import drawn
+from threads import Thread, together
+
+import attention
+from attention import parallel
+from attention.parallel import arrival
+from attention.parallel.arrival import arrival_of
+from attention.parallel.orders import Span, order_of
+from attention.parallel.others import Others
+from attention.parallel.pieces import Call
+
+
+class Copying(Thread):
+    """One whose copies are done before attention begins. What does not come is NaN."""
+
+    arrives = True
+
+    def arrive(self, arrival, k, v):
+        found = []
+        for x in (k, v):
+            others = torch.full((1, arrival.rows, *x.shape[2:]), torch.nan, dtype=x.dtype)
+            shares = self.told(x)
+            for rank, source, place in arrival.copies:
+                others[:, slice(*place)] = shares[rank][:, slice(*source)]
+            found.append(others)
+        return *found, arrival.awaits[-1:]
+
+
+@pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1024), (3, 768)])
+def test_bits_are_those_of_one(monkeypatch, world, length):
+    monkeypatch.setattr(threads, "Thread", Copying)
+    q, k, v = drawn(length)
+    wanted = attention.forward(q, k, v, causal=True, return_lse=True)
+    called = []
+    arrive = Copying.arrive
+    monkeypatch.setattr(Copying, "arrive", lambda *x: called.append(x) or arrive(*x))
+
+    def rank(peers):
+        mine = [parallel.shard(x, peers) for x in (q, k, v)]
+        out, lse = parallel.forward(*mine, group=peers, scheme="gather", causal=True, return_lse=True)
+        return torch.equal(out, parallel.shard(wanted[0], peers)), torch.equal(lse, parallel.shard(wanted[1], peers, 2))
+
+    assert together(world, rank) == [(True, True)] * world
+    assert len(called) == world
+
+
+@pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1000), (3, 1536)])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_others_stay_apart(monkeypatch, world, length, order):
+    """Messages: own keys stay where they are, where a rank's parts are as long, and the bits are those of one."""
+    q, k, v = drawn(length)
+    wanted, called, attend = attention.forward(q, k, v, causal=True, scale=0.2), [], Others.attend
+    monkeypatch.setattr(Others, "attend", lambda *x: called.append(x) or attend(*x))
+
+    def rank(peers):
+        mine = [parallel.shard(x, peers, order=order) for x in (q, k, v)]
+        told = dict(group=peers, order=order, length=length, scheme="gather", causal=True, scale=0.2)
+        return torch.equal(parallel.forward(*mine, **told), parallel.shard(wanted, peers, order=order))
+
+    assert all(together(world, rank))
+    assert len(called) == (1 if length == 1000 else world if order == "zigzag" else world - 1)
+
+
+def planned(world, rank, length, order="zigzag", **told):
+    spans = order_of(order).spans(length, world)
+    call = Call(told, length, length, Span(0, 4), Span(0, 2), (64, 64), torch.device("cpu"), True)
+    return arrival_of(rank, spans, spans, 1, call)
+
+
+def test_what_comes_first_is_read_first():
+    """Blocks of keys are read from the last to the first."""
+    found = planned(3, 0, 1536, causal=True)
+    assert found.copies == (
+        (1, Span(256, 512), Span(768, 1024)),
+        (2, Span(0, 512), Span(256, 768)),
+        (1, Span(0, 256), Span(0, 256)),
+    )
+    assert (found.rows, found.most, found.seen) == (1024, 512, (1536, 0, 256, 1280, 1536, True, None))
+    assert found.awaits.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
+    last = planned(3, 2, 1536, causal=True)
+    assert last.copies == ((1, Span(0, 256), Span(256, 512)), (0, Span(0, 256), Span(0, 256)))
+    assert (last.rows, last.seen[:5]) == (512, (1024, 512, 1024, 1024, 1024))
+    assert last.awaits.tolist() == [2, 2, 1, 1, 0, 0, 0, 0, 2]
+
+
+def test_large_spans_come_in_pieces(monkeypatch):
+    """Of so many bytes that a copy is worth the host's time, in whole blocks."""
+    monkeypatch.setattr(arrival, "LEAST", 256 * 2 * 2 * 128)  # 256 rows of keys and values
+    found = planned(2, 1, 4096, causal=True)
+    assert [copy.place for copy in found.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
+    assert found.awaits.tolist() == [4] * 2 + [3] * 2 + [2] * 2 + [1] * 2 + [0] * 16 + [4]
+
+
+@pytest.mark.parametrize(
+    "told", [dict(length=1000), dict(window=(100, 0)), dict(causal=True, softcap=5.0), dict(length=1280 + 64)]
+)
+def test_others_are_waited_for(told):
+    """On all ranks or on none: all of them meet."""
+    told = dict(told)
+    length = told.pop("length", 1024)
+    assert [planned(2, rank, length, **{"causal": True, **told}) for rank in range(2)] == [None, None]
