@@ -2,12 +2,12 @@
 
     y = [f(first half of x, second half of x, cos, ...), g(...)]    or one of the two
 
-A warp has one tile of sixteen rows of each half, so memory is asked for all of it at once; where there are sums of rows, such
-as a norm's ahead of the embedding, the tile is all of a half. Arrays of 16 bits come in the order of their bytes, as everything
-is done element by element or summed. Halves of maps are maps of halves. Rows are those of the last axis that every tile has.
-Warps are counted by bands of sixteen rows first, then by leading axes, then along the columns: what lacks leading axes, cos of
-(rows, columns) or (rows, 1, columns), is read where it lies, by warps that run side by side; and the last band alone, whose
-tiles know their array's end, has warps too many."""
+A warp has one tile of sixteen rows of each half, so memory is asked for all of it at once. Where there are sums of rows, such
+as a norm's ahead of the embedding, it has all columns: in one tile, or tile by tile, once for each sum and once more. Arrays of
+16 bits come in the order of their bytes, as everything is done element by element or summed. Halves of maps are maps of halves.
+Rows are those of the last axis that every tile has. Warps are counted by bands of sixteen rows first, then by leading axes,
+then along the columns: what lacks leading axes, cos of (rows, columns) or (rows, 1, columns), is read where it lies, by warps
+that run side by side; and the last band alone, whose tiles know their array's end, has warps too many."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ class Halves:
 
     def explained(self) -> str:
         """What it does, in words."""
-        return f"a map of halves of rows, {'which are one tile each' if self.sums else 'element by element'}"
+        summed = "are read for the sums first" if self.looped else "are one tile each"
+        return f"a map of halves of rows, {f'which {summed}' if self.sums else 'element by element'}"
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
         """See RowMap.text."""
@@ -170,7 +171,6 @@ class Halves:
         text.globals = [f"WARPS, BLOCKS = {WARPS}, {self.blocks}  # of a block, of a multiprocessor"]
         text.globals += [f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
         text.kernel = [FOLLOW, *self.place(text, y)]
-        half = self.parts[0].names[-1]
         taken |= {*names.values(), *at.values(), *COUNTED}
         loads = {names[x]: f"{names[x]} = {self.load(x, array(parameters[_array(x)]), at)}" for x in self.read if x.ndim}
 
@@ -180,15 +180,8 @@ class Halves:
             loop = ["for col in range(0, width, TILE.cols):"] * self.looped
             return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
 
-        for x in self.inside:
-            if x.operation == "length":
-                whole = x.what[0] is None or half is None or x.what[0].root is not half.root
-                writer.names[x] = "columns" if whole else "width"
         first = next(x.of[0] for x in self.read if x in split)
-        extent = f"{array(parameters[first])}.shape[{first.ndim}]"
-        asked = {*writer.names.values(), *["width"] * self.looped}
-        lengths = {"width": extent, "columns": f"2 * {'width' if self.looped else extent}"}
-        text.kernel += [f"{length} = {its}" for length, its in lengths.items() if length in asked]
+        text.kernel += self.lengths(writer, f"{array(parameters[first])}.shape[{first.ndim}]")
         body = list[str]()
         for x, some in self.sums.items():
             before, said = dict(writer.names), unused(writer.suggested(x), {*taken, *writer.names.values()})
@@ -230,6 +223,17 @@ class Halves:
             number = left
         row = f"TILE.rows * {number}"
         return [*lines, f"row, col = {row}, TILE.cols * piece" if "piece" in inner else f"row = {row}"]
+
+    def lengths(self, writer: Writer, extent: str) -> list[str]:
+        """The lines that say how many columns a half and the whole have, if somebody asks. extent: of a half."""
+        half = self.parts[0].names[-1]
+        for x in self.inside:
+            if x.operation == "length":
+                whole = x.what[0] is None or half is None or x.what[0].root is not half.root
+                writer.names[x] = "columns" if whole else "width"
+        asked = {*writer.names.values(), *["width"] * self.looped}
+        lengths = {"width": extent, "columns": f"2 * {'width' if self.looped else extent}"}
+        return [f"{length} = {its}" for length, its in lengths.items() if length in asked]
 
     def load(self, x: Term, name: str, at: dict[int, str]) -> str:
         """The expression that reads a tile, or a vector along the columns."""

@@ -33,10 +33,7 @@ class RmsOfRows(Rms):
     @inlined
     def columns(self, of, x, head, col):
         """See Rms; head is a vector."""
-        if self.alike:
-            return load(of, x.row_vec, (0, col), 0, 1, True)
-        else:
-            return of[head, col_index(x.row_vec) + int32(col)]
+        return of[head, col_index(x.row_vec) + int32(col)]
 
     @inlined
     def ahead(self, spec, head, col, given):
