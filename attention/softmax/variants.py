@@ -102,8 +102,8 @@ class Variant:
         return x
 
     @inlined
-    def ahead(self, spec, at, col):
-        """What `queries_by` needs of memory for some columns, which are a `spec`: asked for before the queries are here."""
+    def ahead(self, spec, col, given):
+        """What `queries_by` needs of memory for some columns, a vector `spec`: asked for before the queries are here."""
         return 0
 
     @inlined
@@ -253,12 +253,12 @@ class Both(Variant):
             return self.other.queries(x, of_queries, at, col)
 
     @inlined
-    def ahead(self, spec, at, col):
+    def ahead(self, spec, col, given):
         """See Variant."""
         if self.one.prepares:
-            return self.one.ahead(spec, at, col)
+            return self.one.ahead(spec, col, given)
         else:
-            return self.other.ahead(spec, at, col)
+            return self.other.ahead(spec, col, given)
 
     @inlined
     def queries_by(self, x, of_queries, ahead, at, col):

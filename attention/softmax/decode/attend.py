@@ -114,7 +114,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     163 * 1024: {},
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
-SHARED = {128: (32, 4, 2, 1)}  # the same of 16 bits, and of fp8 in shares, where a block begins and ends several times
+SHARED = {128: (32, 4, 2, 1)}  # the same of dense caches of 16 bits, and of shares, where a block begins and ends several times
 NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
 SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
@@ -137,7 +137,7 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
-    if room == LARGE and (split is Shares or type(product) is Same):
+    if room == LARGE and (split is Shares or (type(product) is Same and type(cache) is Dense)):
         short |= SHARED
     if room == LARGE and split is Shares:
         plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
@@ -259,9 +259,10 @@ def make(config: Config):
             return None
 
     @inlined
-    def ahead(i, at, head):
+    def ahead(i, head, given):
         """What panel i of the queries takes of memory to become what the products take."""
-        return variant.ahead(Q.row_vec, at, int32(Q.cols * i)), norm.ahead(Q.row_vec, head, int32(Q.cols * i), at.given)
+        col = int32(Q.cols * i)
+        return variant.ahead(Q.row_vec, col, given), norm.ahead(Q.row_vec, head, col, given)
 
     @inlined
     def panel(tile, made, i, known, of_queries, asked, at, head):
@@ -285,7 +286,7 @@ def make(config: Config):
                 known = panel(tile, made, warp, known, of_queries, asked, at, head)
         else:
             for i in range(warp, QUERY.panels, WARPS):
-                known = panel(tile, made, i, known, of_queries, ahead(i, at, head), at, head)
+                known = panel(tile, made, i, known, of_queries, ahead(i, head, at.given), at, head)
         block.sync(fenced=True)
         return made, norm.whole(known, scratch)
 
@@ -332,12 +333,9 @@ def make(config: Config):
             tile = int32(max(work.tile, (sees.first - every.first) // KV))
             first = int32(every.first + KV * tile)
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
-            of_rows = row_index(O.col_vec) + row
-            token = of_rows // group
-            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             if EARLY and KNOWS:
                 grid.wait(int32(first + n))
-            asked = ahead(warp, at, head) if SOON else None  # before keys, behind which it would come late
+            asked = ahead(warp, head, given) if SOON else None  # before keys, behind which it would come late
             place = q.look_up(None, group, (0, spot.row), begin + end)  # a token's rows, and only these, lie in one place
             here = cache.look(k, gK, sequence, first, sees.end, given)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
@@ -351,6 +349,9 @@ def make(config: Config):
                 cache.fill(v, i, gV, here, sequence, key, head, sees.end, n, given)
                 here, there = following(there, k, gK, sequence, later, sees.end, given)
                 numbers = product.look(pipes, cache, sequence, later, sees.end, given)
+            of_rows = row_index(O.col_vec) + row
+            token = of_rows // group
+            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             k_unit, v_unit = product.units(sequence, head, given)
             (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(LOWEST), product.unit()

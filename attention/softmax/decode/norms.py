@@ -36,7 +36,7 @@ class RmsOfRows(Rms):
         return of[head, col_index(x.row_vec) + int32(col)]
 
     @inlined
-    def ahead(self, spec, head, col, given):
+    def ahead(self, spec, col, given):
         """Some columns of the weights, which are a vector `spec`, where all rows have the same."""
         return load(given.norm_weights, spec, (0, col), 0, 1, True) if self.alike else 0
 
@@ -53,7 +53,7 @@ class LayerOfRows(RmsOfRows, Layer):
     """The same of a layer norm."""
 
     @inlined
-    def ahead(self, spec, head, col, given):
+    def ahead(self, spec, col, given):
         """See RmsOfRows: weights and bias."""
         if self.alike:
             return load(given.norm_weights, spec, (0, col), 0, 1, True), load(given.norm_bias, spec, (0, col), 0, 1, True)
@@ -73,9 +73,9 @@ class NormedRows(Normed):
     """Of queries whose rows are of several heads, by `norm`."""
 
     @inlined
-    def ahead(self, spec, at, col):
+    def ahead(self, spec, col, given):
         """See Variant."""
-        return self.norm.ahead(spec, at.head, col, at.given)
+        return self.norm.ahead(spec, col, given)
 
     @inlined
     def queries_by(self, x, of_queries, ahead, at, col):
