@@ -88,22 +88,23 @@ class Apart(Along):
         return mine, before if mine else int32(key - before)
 
     @inlined
-    def fill(self, ring, j, source, own, number, key, head, given):
-        """See Along."""
-        mine, row = self.place(key, given)
-        if mine:
-            ring.fill(j, given.own_k, (own.batch, row, head))
+    def fill_from(self, ring, j, mine, source, own, key, head, given):
+        """Fill tile j of a ring from an array of the spans, or from the kernel's."""
+        in_span, row = self.place(key, given)
+        if in_span:
+            ring.fill(j, mine, (own.batch, row, head))
         else:
             ring.fill(j, source, (own.batch, row, head))
 
     @inlined
+    def fill(self, ring, j, source, own, number, key, head, given):
+        """See Along."""
+        self.fill_from(ring, j, given.own_k, source, own, key, head, given)
+
+    @inlined
     def fill_values(self, ring, j, source, own, number, key, head, given):
         """See Along."""
-        mine, row = self.place(key, given)
-        if mine:
-            ring.fill(j, given.own_v, (own.batch, row, head))
-        else:
-            ring.fill(j, source, (own.batch, row, head))
+        self.fill_from(ring, j, given.own_v, source, own, key, head, given)
 
 
 @static

@@ -15,8 +15,6 @@ from tiles import Hazard, barrier, bf16, fp32, rt, shared, st, sv, tensor
 from tiles.arguments import parameter
 from tiles.compiler import Lowered
 from tiles.emulator import emulate
-from tiles.emulator.barriers import the_lane
-from tiles.emulator.table import meaning
 from tiles.emulator.text import read
 
 S, G, R = st(16, 64, bf16), st(64, 64, bf16), rt(16, 64, fp32)
@@ -472,28 +470,6 @@ def test_lines_of_other_code_are_not_shown():
     assert other.shown is plain.code
 
 
-def lane_by_lane(kernel):
-    """What stops a kernel whose lanes do not all do what a warp must."""
-    with pytest.raises(Hazard) as caught:
-        emulate(cuda.jit(kernel), (1, 1, 1), 32, arguments(kernel), X)
-    return caught.value
-
-
-def test_a_fence_is_a_lanes_own():
-    """What the other lanes wrote it does not order before TMA's reads."""
-
-    def take_by_one(target):
-        x, _ = X.open()
-        store(x, zeros(R))
-        if cuda.threadIdx.x == 0:
-            raw.fence_async()
-        cuda.syncwarp()
-        raw.tma_store(target, (0, 0), x)
-        raw.store_wait()
-
-    assert lane_by_lane(take_by_one).kind == "fence"
-
-
 def test_a_wgmma_that_subtracts():
     """Its scale of B says so."""
     x, out = numbers(64), np.zeros((64, 64), np.float32)
@@ -502,26 +478,3 @@ def test_a_wgmma_that_subtracts():
     assert times == 4
     emulate(cuda.jit(product), (1, 1, 1), 128, [x, out], Y, lowered=SimpleNamespace(ptx=lambda: edited))
     np.testing.assert_allclose(out, -(x.astype(np.float64) @ x.astype(np.float64)), rtol=1e-5, atol=1e-4)
-
-
-def lanes(*active, **more):
-    """A warp of which these lanes are active."""
-    mask = np.isin(np.arange(32), active)
-    return SimpleNamespace(mask=mask, hazard=lambda cause, kind="bounds": Hazard(kind, cause), **more)
-
-
-def test_tma_is_told_by_one_lane():
-    assert the_lane(lanes(3), "the TMA load") == 3
-    with pytest.raises(Hazard, match="the TMA load by 2 lanes: each would do it once"):
-        the_lane(lanes(3, 4), "the TMA load")
-
-
-def test_bulk_groups_are_a_lanes_own():
-    """Who commits has no share in what another lane has started."""
-    store = SimpleNamespace(lane=0)
-    commit = meaning(SimpleNamespace(opcode="cp.async.bulk.commit_group"))
-    other, own = (lanes(lane, stores=[store], store_groups=[]) for lane in (1, 0))
-    commit(other)
-    assert (other.stores, other.store_groups) == ([store], [])
-    commit(own)
-    assert (own.stores, own.store_groups) == ([], [[store]])
