@@ -1,7 +1,9 @@
-"""Calls of torch's tensors in a form that came before: a function is written for them that asks torch once what it compares.
+"""Fast paths for torch tensors: when a call has the same form as an earlier one, a specialised function is generated that
+serves such calls, and compares all their tensors in one call of torch.
 
-Reading a tensor's dtype, device, shape and strides takes half a microsecond, and looking them up as much as two tensors. But
-most calls have the form of the last one with the same options. So where a form comes again there is made, for decode say,
+Reading a tensor's dtype, device, shape and strides takes half a microsecond, and looking up what is known of them takes as long
+as reading two tensors. But most calls have the form of the last one and the same options. So when a form comes a second time,
+a function like this one is generated (here for decode):
 
     def again(stream, numbers, q, k, v, lengths, pages, .., out, lse):
         if stream is not None or not (pages is .. is lse is None) or .. or not alike(q, k, v, lengths): return OTHER
@@ -11,13 +13,13 @@ most calls have the form of the last one with the same options. So where a form 
         step0.run(handle, addresses)
         return out
 
-`alike` is what torch.compile guards its graphs with: class, dispatch keys with those of the thread (inference mode, autocast,
-transforms), dtype, device, requires_grad, sizes and strides, of all tensors at once. It keeps none alive. Where torch has it
-not, every call is read.
+`alike` is the check with which torch.compile guards its graphs: it compares class, dispatch keys with those of the thread
+(inference mode, autocast, transforms), dtype, device, requires_grad, sizes and strides, of all tensors at once. It keeps no
+tensor alive. If this torch does not have it, no such function is generated.
 
-Such a function serves no call that differs in any of this, or has an explicit stream, or arrays at other addresses than
-multiples of ALIGNMENT: it gives OTHER, before anything is done, and the call is read as ever. Some extents and strides may be
-left out of the question (growing.py): then they are read, and what they decide is kept for the last few that there were."""
+A call that differs in any of this, that names a stream, or whose arrays do not all lie at multiples of ALIGNMENT, gets OTHER
+before anything is done, and then takes the usual way (Program._read). Some extents and strides may be left out of the
+comparison (growing.py): those are read on each call, and what follows from them is kept for the last few values."""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ from .arrays import ALIGNMENT
 if TYPE_CHECKING:
     from .program import Known
 
-OTHER = object()  # what a function gives of a call that is not for it
-SHAPE, STRIDES, PAST = 0, 1, 2  # the parts of what is read of an array: see Program._read
+OTHER = object()  # what such a function returns for a call that it does not serve
+SHAPE, STRIDES, PAST = 0, 1, 2  # what Program._read reads of an array, by its place in the tuple
 READS = "{}.size({})", "{}.stride({})"
-RECENT = 16  # values of what was left out of the question for which a function keeps what follows from them
+RECENT = 16  # for how many values of the extents and strides left out of the comparison a function keeps what follows from them
 
 
 def made(
@@ -44,11 +46,13 @@ def made(
     free: Sequence[tuple[int, int, int]] = (),
     plan: Callable[..., Known | None] | None = None,
 ) -> Callable[..., Any] | None:
-    """The function of (stream, numbers, *arrays) for calls of the form of this one; None: there is none. names: the schema's.
-    lengths: what was read of these arrays. free: (array's place, SHAPE or STRIDES, axis) of what calls may differ in, and plan:
-    what is known of calls where these have such values, None for those that it is not for."""
+    """The function of (stream, numbers, *arrays) that serves calls of the same form as this one, or None if there can be none.
+
+    names: of the arrays, from the schema. lengths: what Program._read read of these arrays. free: (the array's place, SHAPE or
+    STRIDES, axis) of each extent or stride in which calls may differ. plan: a function from the values of these to what is
+    known of such calls, or to None if the generated function does not serve them."""
     given = [place for place, x in enumerate(arrays) if x is not None]
-    if known.device is None or any([lengths[place][PAST] for place in given]):  # an address that is no multiple, or 0
+    if known.device is None or any([lengths[place][PAST] for place in given]):  # some address is 0 or not aligned
         return None
     fixed: list[Any] = [[[*lengths[place][part]] for place in given] for part in (SHAPE, STRIDES)]
     for place, part, axis in free:
@@ -68,7 +72,7 @@ def made(
 
 
 def _values(known: Known | None) -> tuple | None:
-    """What forms that are alike but for lengths differ in, in the order of `_written`."""
+    """What differs between forms that are the same except for lengths, in the order in which `_written` takes it."""
     if known is None:
         return None
     ends = [end for *_, low, high in known.apart for end in (low, high)]
@@ -87,19 +91,21 @@ def _written(
     steps: int,
     free: tuple[tuple[int, int, int], ...] = (),
 ) -> Callable[..., Callable]:
-    """A function that makes such functions of (what Kind.alike gives, the device, values); with `free` of (.., a table of the
-    values that follow from those of what is free, a function that gives these of those). given: the places of arrays that are
-    there. places, sources: of what is made, and of parts. beyond: how many more scratch arrays there are. apart: the places of
-    arrays that must lie apart."""
+    """Generates the source for one kind of call and returns its factory: a function of (what Kind.alike returns, the device,
+    values) that makes the function `again`. With `free`, the factory takes a table {free extents and strides: values} and a
+    function that computes a missing row of it in place of the values.
+
+    given: the places of the arrays that are passed. places: those of the arrays to allocate. sources: the array that each part
+    lies in. beyond: how many scratch arrays follow the last part. apart: pairs of arrays that must not overlap."""
     every, at = [*names], [f"at_{name}" if place in given else "0" for place, name in enumerate(names)]
     there, absent = [names[place] for place in given], [name for place, name in enumerate(names) if place not in given]
     values = [f"make{n}" for n in range(len(places))] + [f"offset{n}" for n in range(len(sources))]
     values += [f"beyond{n}" for n in range(beyond)] + [f"{end}{n}" for n in range(len(apart)) for end in ("low", "high")]
     values += [*[f"step{n}" for n in range(steps)], "give"]
     asked = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
-    asked += [f"{name}.is_nested" for name in there]  # of such a tensor `alike` asks what ends the process
+    asked += [f"{name}.is_nested" for name in there]  # `alike` would crash the process on a nested tensor
     asked += ["busy()", f"not alike({', '.join(there)})"]
-    lines = ["try:", f"    if {' or '.join(asked)}: return OTHER", "except AttributeError: return OTHER"]  # one is no tensor
+    lines = ["try:", f"    if {' or '.join(asked)}: return OTHER", "except AttributeError: return OTHER"]  # something is not a tensor
     lines += [f"at_{name} = {name}.data_ptr()" for name in there]
     lines += [f"if ({' | '.join(at[place] for place in given)}) & {ALIGNMENT - 1}: return OTHER"]
     lines += [f"if not ({' and '.join(at[place] for place in given)}): return OTHER"]
@@ -107,9 +113,9 @@ def _written(
         now = "".join([f"{READS[part].format(names[place], axis)}, " for place, part, axis in free])
         lines += [f"now = ({now})", "values = recent.get(now)", "if values is None:"]
         lines += [f"    if len(recent) >= {RECENT}: recent.clear()", "    values = recent[now] = plan(*now)"]
-        lines += ["if not values: return OTHER", f"{', '.join(values)} = values"]  # of other turns
+        lines += ["if not values: return OTHER", f"{', '.join(values)} = values"]
     for n, (a, b) in enumerate(apart):
-        lines += [f"if low{n} < {at[b]} - {at[a]} < high{n}: return OTHER"]  # it will be refused by name
+        lines += [f"if low{n} < {at[b]} - {at[a]} < high{n}: return OTHER"]  # the usual way refuses it, and names it
     lines += ["handle = stream_of(device)"]
     at += [""] * len(sources)
     for n, place in enumerate(places):

@@ -1,4 +1,4 @@
-"""Launches ready to be made again and again: what a parameter block holds, and whose addresses go there each time."""
+"""Launches that are ready to be made again and again: prepared parameter blocks, into which each call writes its addresses."""
 
 import ctypes
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ class Frames:
     """Parameter blocks for one kernel's launches. slots: 8-byte slots of the kernel's arguments. maps: which of them stand for
     tensor maps.
 
-    recent: those that no launch uses now, the one used longest ago first, by what they hold: (contents, stream, addresses), or
-    without tensor maps (contents, stream), for addresses alone are written as soon as they are looked up. A launch takes its
-    frame out and puts it back behind all others, so that no two write one at once, and inputs that take turns find the maps
-    that were written for them. There are RECENT, and as many more as threads launch at once."""
+    recent: the frames that no launch uses now, least recently used first. The key is (contents, stream, addresses); without
+    tensor maps it is (contents, stream), for then writing the addresses is as quick as looking them up. A launch takes its
+    frame out and puts it back at the end, so no two threads write to one frame, and inputs that take turns find the maps that
+    were encoded for them. There are RECENT frames, and as many more as threads launch at once."""
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
@@ -32,7 +32,7 @@ class Frames:
         self.recent: dict[tuple, Frame] = {}  # an OrderedDict would take 0.3 us more
 
     def oldest(self) -> "Frame | None":
-        """The one to be written anew; None while there may be more."""
+        """The frame to overwrite; None as long as another may be made."""
         frame = None
         while len(self.recent) >= RECENT:
             try:
@@ -43,15 +43,15 @@ class Frames:
 
 
 class Contents:
-    """What a launch's parameter block holds besides addresses; each is known by its identity. block: the kernel's arguments, in
-    slots of 8 bytes. plain: (slot, whose address goes there) of arrays, and of numbers that come with the addresses. maps:
-    (which of the frame's maps, whose address, encoding) of tensors."""
+    """What a launch's parameter block holds besides addresses; compared by identity. block: the kernel's arguments, in slots
+    of 8 bytes. plain: (slot, place among the addresses) for each array, and each number that comes with the addresses. maps:
+    (which of the frame's maps, place among the addresses, encoding) for each tensor."""
 
     __slots__ = ("block", "encoded", "grid", "maps", "plain")
 
     def __init__(self, grid: tuple[int, int, int], block: bytes, plain: Sequence, maps: Sequence):
         self.grid, self.block, self.plain, self.maps = grid, block, plain, maps
-        self.encoded: list[bytes] | None = None  # the maps, of some arrays: see tma.encoded
+        self.encoded: list[bytes] | None = None  # the maps, with the addresses of the first call: see tma.encoded
 
 
 class Frame:
@@ -84,8 +84,8 @@ class Frame:
         self.grid: Sequence[int] = ()
 
     def write(self, contents: Contents, stream: int, addresses) -> None:
-        """Say what is launched, where it goes, and where its arrays lie. Some context must be current. After an error the frame
-        must not be used."""
+        """Fill the frame with the contents, the stream and the addresses. Some CUDA context must be current. After an error the
+        frame must not be used."""
         config = self.config
         if self.holds is not contents:
             self.room[:] = contents.block
@@ -103,7 +103,7 @@ class Frame:
             config.hStream, self.stream = driver.CUstream(stream), stream
 
     def place(self, contents: Contents, addresses) -> None:
-        """Say where the arrays lie of which there are no maps, the contents being those it holds."""
+        """Write the addresses of the arrays that have no maps. The frame must hold these contents already."""
         memory, first = self.memory, self.first
         for slot, source in contents.plain:
             memory[first + slot] = addresses[source]
@@ -135,7 +135,7 @@ class Bound:
         self.run(stream, addresses)
 
     def run(self, stream: int, addresses) -> None:
-        """The same, addresses being a sequence in which the launch's arrays know their places."""
+        """The same, for a sequence of addresses in which the launch's arrays know their places."""
         recent, contents = self.frames.recent, self.contents
         key = (contents, stream, tuple(addresses)) if contents.maps else (contents, stream)
         frame = recent.pop(key, None)
@@ -170,7 +170,7 @@ class Bound:
             raise RuntimeError(f"{self} on {self.code.target}: {error}") from None
 
     def configuration(self):
-        """The driver's launch configuration, of no grid and on no stream yet."""
+        """The driver's launch configuration, without grid and stream, which Frame.write adds."""
         config = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
         config.sharedMemBytes = self.nbytes
