@@ -105,7 +105,7 @@ def _written(
     asked = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
     asked += [f"{name}.is_nested" for name in there]  # `alike` would crash the process on a nested tensor
     asked += ["busy()", f"not alike({', '.join(there)})"]
-    lines = ["try:", f"    if {' or '.join(asked)}: return OTHER", "except AttributeError: return OTHER"]  # something is not a tensor
+    lines = ["try:", f"    if {' or '.join(asked)}: return OTHER", "except AttributeError: return OTHER"]  # no tensor
     lines += [f"at_{name} = {name}.data_ptr()" for name in there]
     lines += [f"if ({' | '.join(at[place] for place in given)}) & {ALIGNMENT - 1}: return OTHER"]
     lines += [f"if not ({' and '.join(at[place] for place in given)}): return OTHER"]

@@ -187,7 +187,7 @@ def _reshaped(old: tuple[int, ...], steps: tuple[int, ...], new: tuple[int, ...]
             continue
         if left == 1:
             left, step = runs.pop()
-        while left % n and runs and runs[-1][1] == left * step:  # this axis spans several old ones, which must lie without a gap
+        while left % n and runs and runs[-1][1] == left * step:  # spans several old axes, without a gap
             left *= runs.pop()[0]
         if left % n:
             return None
