@@ -29,7 +29,7 @@ from . import tma
 from .arrays import Array, Form
 from .dtypes import dtype, fp32
 from .frameworks import describe
-from .plumbing import SCALARS, Value
+from .numba_types import SCALARS, Value
 from .types import gl, st, sv
 from .values import NUMBA_SCALARS, tensor
 

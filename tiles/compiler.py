@@ -19,15 +19,15 @@ from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher
 
-from . import constants, named  # noqa: F401  # they teach Numba
+from . import constants, named_tuples  # noqa: F401  # they teach Numba
 from .builder import i32
+from .faster_numba import INSTEAD
 from .importable import uncollected
-from .lines import Place, of_ptx
-from .overwritten import complaints, overwritten
-from .plainly import plainly
-from .plumbing import TENSOR_MAP, forget, helpers_as
-from .sooner import INSTEAD
-from .typed import typed
+from .line_table import Place, of_ptx
+from .numba_types import TENSOR_MAP, forget, helpers_as
+from .plain_errors import plainly
+from .type_inference import typed
+from .wgmma_overwrites import complaints, overwritten
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Compiled:
     @property
     def warnings(self):
         """Complaints of ptxas, each once: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored. And ours, of
-        what ptxas overlooks (overwritten.py)."""
+        what ptxas overlooks (wgmma_overwrites.py)."""
         lines = [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning|^tiles: ", line)]
         return list(dict.fromkeys(re.sub(rf"'?{re.escape(self.name)}'?", "the kernel", line) for line in lines))
 
@@ -190,8 +190,8 @@ def _text(module):
 
 
 def check_types(kernel, signature, arch):
-    """A TypeError or NameError in plain words (plainly.py), or what else Numba says, if it would refuse this kernel for these
-    types of arguments."""
+    """A TypeError or NameError in plain words (plain_errors.py), or what else Numba says, if it would refuse this kernel for
+    these types of arguments."""
     cc = capability(arch)[:2]
     with _compiling_for(cc, "types"), plainly(kernel.py_func):
         typed(kernel.py_func, signature, types.void, cc)

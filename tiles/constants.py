@@ -11,7 +11,7 @@ from numba.cuda.core import consts, ir
 from numba.cuda.core.rewrites import Rewrite, register_rewrite
 
 from .dtypes import dtype
-from .plumbing import Static, member
+from .numba_types import Static, member
 from .types import is_static, rt, rv, st, sv
 
 ARITHMETIC = {getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift")}
@@ -94,7 +94,7 @@ class FoldConstants(Rewrite):
         return bool(self.found)
 
     def _folds(self, expression):
-        """Attributes of modules and tiles are Numba's and plumbing.py's matter."""
+        """Attributes of modules and tiles are Numba's and numba_types.py's matter."""
         return expression.op != "getattr" or is_static(known(self.function, expression.value, self.args))
 
     def apply(self):

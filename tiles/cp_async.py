@@ -9,8 +9,8 @@ from numba.cuda import types
 
 from . import layout, ptx
 from .builder import i32, i64
+from .numba_types import SCALARS
 from .op import integer
-from .plumbing import SCALARS
 from .types import sv
 
 PIECES = (16, 8, 4, 2)  # bytes that are copied at once: by a cp.async, or two by a load and a store

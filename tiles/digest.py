@@ -43,8 +43,8 @@ from .types import is_static
 log = logging.getLogger(__name__)
 HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, but for those that are apart:
 # they say how kernels are launched, interpreted, kept and looked at, and not what they compile to
-_HOST = "__main__ arguments arrays bound cache checks device doctor draw fallback frameworks jax_call launch lengths loaded"
-APART = {f"tiles/{name}.py" for name in f"{_HOST} nvtx program recording sass schema tma torch_op values".split()}
+_HOST = "__main__ arguments arrays bound_launch cache checks device doctor draw fallback frameworks jax_call launch lengths"
+APART = {f"tiles/{name}.py" for name in f"{_HOST} loaded_code nvtx program recording sass schema tma torch_op values".split()}
 APART |= {"tiles/emulator", "tiles/inspect", "tiles/interpreter", "tiles/profile", "tiles/testing"}
 VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
 VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}

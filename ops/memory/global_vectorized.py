@@ -31,7 +31,7 @@ from tiles import ptx
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import bf16, dtype
 from tiles.layout import row_vec_element
-from tiles.plumbing import SCALARS
+from tiles.numba_types import SCALARS
 from tiles.types import rt, rv
 
 from .global_elements import GUARD, LOAD, STORE

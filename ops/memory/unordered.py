@@ -22,8 +22,8 @@ from tiles.builder import i64
 from tiles.dtypes import DTYPES, bf16
 from tiles.interpreter import here
 from tiles.interpreter.accesses import READ
+from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import SCALARS, void
 from tiles.types import rt, rv, st
 from tiles.values import Tile
 

@@ -1,6 +1,6 @@
 """All programs on a device that is none: a call whose plan is found by a function of lengths, or that is served by what was
-written for the form of those before (tiles/again.py), launches what a call does that is planned anew, and is refused in the
-same words."""
+written for the form of those before (tiles/guarded_calls.py), launches what a call does that is planned anew, and is refused in
+the same words."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ from attention.softmax.forward import _forward, _variant
 from attention.softmax.projected import projected, projected_backward
 from attention.softmax.python import named
 from tiles import arrays as in_memory
-from tiles import bound, loaded, tma
+from tiles import bound_launch, loaded_code, tma
 from tiles import device as devices
 from tiles import program as programs
 from tiles.arrays import ITEMSIZE, Array, Form, contiguous
@@ -116,18 +116,18 @@ def gpu(monkeypatch):
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: target)
     monkeypatch.setattr(
-        loaded, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=target)
+        loaded_code, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=target)
     )
-    monkeypatch.setattr(loaded, "machine_code", lambda *_: Compiled(b"", "k", ""))
-    monkeypatch.setattr(loaded, "uncaptured", contextlib.nullcontext)
-    monkeypatch.setattr(loaded, "_loaded", loaded.weakref.WeakKeyDictionary())
+    monkeypatch.setattr(loaded_code, "machine_code", lambda *_: Compiled(b"", "k", ""))
+    monkeypatch.setattr(loaded_code, "uncaptured", contextlib.nullcontext)
+    monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
     launching._kernel_for.cache_clear()
     monkeypatch.setattr(tma, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tma.MAP_BYTES))
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
     monkeypatch.setattr(
         tma, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
     )
-    real = bound.Frame
+    real = bound_launch.Frame
 
     def frame(frames, config):
         new = real(frames, config)
@@ -148,7 +148,7 @@ def gpu(monkeypatch):
         launches.append((pointer, pitch, bits, width, height))
         return (ok,)
 
-    monkeypatch.setattr(bound, "Frame", frame)
+    monkeypatch.setattr(bound_launch, "Frame", frame)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
     monkeypatch.setattr(driver, "cuMemsetD2D16Async", memset)
     monkeypatch.setattr(driver, "cuMemsetD2D32Async", memset)

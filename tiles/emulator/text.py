@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..lines import is_op
+from ..line_table import is_op
 
 _TOKEN = re.compile(
     r"\s+|//[^\n]*"

@@ -11,10 +11,10 @@ from numba import cuda
 from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
+from ..numba_types import member, plain_function
 from ..op import OPS
-from ..plumbing import member, plain_function
-from ..refused import REFUSED, check_print, refuse_values
 from ..types import is_static
+from ..unsupported import REFUSED, check_print, refuse_values
 from ..values import Tile
 from .accesses import READ, WRITE
 from .record import Touched, note, recording

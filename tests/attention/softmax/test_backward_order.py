@@ -18,8 +18,8 @@ from attention.softmax.seen import CAUSAL
 from attention.softmax.variants import At
 from ops import grid
 from tiles import Hazard, bf16, interpreter
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 
 F32 = np.float32
 ORDERED = {

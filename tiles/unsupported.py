@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .plumbing import INSTEAD, instead_of, refuse
+from .numba_types import INSTEAD, instead_of, refuse
 from .types import gl, pending, rt, rv, st, sv
 
 TILES = (rt, rv, pending, st, sv, gl)

@@ -19,7 +19,7 @@ from numba.cuda.extending import infer_getattr, register_model
 from numba.cuda.typing import signature
 from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate
 
-from .plumbing import Method, kernel_line, method_of
+from .numba_types import Method, kernel_line, method_of
 
 
 def _alike(this, other):

@@ -1,7 +1,7 @@
-"""tiles/lines.py: chains of lines, as PTX and nvdisasm tell them."""
+"""tiles/line_table.py: chains of lines, as PTX and nvdisasm tell them."""
 
 from tiles.emulator.text import read
-from tiles.lines import Place, of_ptx, of_sass
+from tiles.line_table import Place, of_ptx, of_sass
 
 PTX = """
 .visible .entry kernel()

@@ -18,7 +18,7 @@ import re
 import struct
 
 from . import sass
-from .lines import Place
+from .line_table import Place
 from .sass import Instruction
 
 ADVICE = "load or compute A after the wait for that mma, or write two rounds of the loop, each with an A of its own"

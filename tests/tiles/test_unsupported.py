@@ -1,5 +1,5 @@
 # ruff: noqa: B018 (kernels whose one statement is the mistake)
-"""tiles/refused.py: what Python and NumPy would do with a tile is refused with the same words on both backends."""
+"""tiles/unsupported.py: what Python and NumPy would do with a tile is refused with the same words on both backends."""
 
 import math
 import operator
@@ -12,7 +12,7 @@ from numba.cuda import types
 from ops import exp, lane_sum, load, warpgroup, zeros
 from tiles import bf16, fp32, interpreter, ring, rt, shared, st
 from tiles.compiler import compile_kernel
-from tiles.refused import REFUSED
+from tiles.unsupported import REFUSED
 
 T = rt(16, 32, fp32)
 W, S = rt(16, 64, bf16), st(64, 64, bf16)
@@ -35,7 +35,7 @@ def said(backend, body):
     with pytest.raises(TypeError) as error:
         backend(body)
     message, _, line = str(error.value).partition("\n")
-    assert "test_refused.py" in line
+    assert "test_unsupported.py" in line
     return message
 
 

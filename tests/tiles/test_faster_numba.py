@@ -1,4 +1,4 @@
-"""tiles/sooner.py: the code that Numba's own compiler makes, and its words."""
+"""tiles/faster_numba.py: the code that Numba's own compiler makes, and its words."""
 
 import pytest
 from numba import cuda
@@ -59,4 +59,4 @@ def wrong(x: array(1), n: INT):
 
 def test_the_same_words(both):
     ours, own = both(wrong)
-    assert ours == own and "Error: " in ours and 'test_sooner.py", line ' in ours
+    assert ours == own and "Error: " in ours and 'test_faster_numba.py", line ' in ours

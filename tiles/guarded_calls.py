@@ -19,7 +19,7 @@ tensor alive. If this torch does not have it, no such function is generated.
 
 A call that differs in any of this, that names a stream, or whose arrays do not all lie at multiples of ALIGNMENT, gets OTHER
 before anything is done, and then takes the usual way (Program._read). Some extents and strides may be left out of the
-comparison (growing.py): those are read on each call, and what follows from them is kept for the last few values."""
+comparison (traced_plans.py): those are read on each call, and what follows from them is kept for the last few values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READS = "{}.size({})", "{}.stride({})"
 RECENT = 16  # for how many values of the extents and strides left out of the comparison a function keeps what follows from them
 
 
-def made(
+def guarded(
     names: Sequence[str],
     known: Known,
     arrays: Sequence[Any],

@@ -1,4 +1,4 @@
-"""tiles/loaded.py: machine code that is asked for together is made at once, and what a program prepares meanwhile."""
+"""tiles/loaded_code.py: machine code that is asked for together is made at once, and what a program prepares meanwhile."""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 from stand_in import on_device
 
-from tiles import loaded
+from tiles import loaded_code
 from tiles.arguments import array
 from tiles.compiler import Compiled
 from tiles.program import Plan, program
@@ -52,7 +52,7 @@ def test_kernels_of_a_plan_are_compiled_at_once(gpu, monkeypatch):
         made.append(kernel)
         return Compiled(b"", "k", "")
 
-    monkeypatch.setattr(loaded, "machine_code", machine_code)
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
     gpu.count = 18
     called(copying(one, two))
     assert sorted(x.py_func.__name__ for x in made) == ["one", "two"] and len(gpu.launches) == 2
@@ -69,7 +69,7 @@ def test_what_cannot_be_compiled_is_said_and_tried_again(gpu, monkeypatch):
             raise RuntimeError("two uses what is not there")
         return Compiled(b"", "k", "")
 
-    monkeypatch.setattr(loaded, "machine_code", machine_code)
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
     copies, gpu.count = copying(one, two), 18
     with pytest.raises(RuntimeError, match="two uses what is not there"):
         called(copies)
@@ -91,7 +91,7 @@ def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
         made.append(kernel)
         return Compiled(b"", "k", "")
 
-    monkeypatch.setattr(loaded, "machine_code", machine_code)
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
     second, gpu.count = copying(two), 18
     heard = []
 

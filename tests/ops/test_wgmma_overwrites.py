@@ -1,4 +1,4 @@
-"""tiles/overwritten.py: A of a wgmma lies in registers that the next round of the loop writes, before the wait."""
+"""tiles/wgmma_overwrites.py: A of a wgmma lies in registers that the next round of the loop writes, before the wait."""
 
 import pytest
 from numba import cuda
@@ -9,9 +9,9 @@ from tiles import Hazard, bf16, ring, rt, st, tensor
 from tiles.arguments import parameters, types_of
 from tiles.compiler import compile_kernel
 from tiles.emulator import emulate
-from tiles.overwritten import _destination, overwritten
 from tiles.sass import Instruction
 from tiles.testing import blank, close, meaning, wide
+from tiles.wgmma_overwrites import _destination, overwritten
 
 STEPS = 5
 TILE, T = st(64, 64, bf16), rt(16, 64, bf16)
@@ -83,7 +83,7 @@ def test_a_is_loaded_ahead(given):
     close(args[2], want, atol=1e-2)
     found = compile_kernel(ahead, types_of(ahead, parameters(ahead, args)), "sm_90a")
     (said,) = found.warnings
-    assert "test_overwritten.py" in said and "`left = warpgroup.load(a.wait(j), T)`" in said and "mma_AB in" in said
+    assert "test_wgmma_overwrites.py" in said and "`left = warpgroup.load(a.wait(j), T)`" in said and "mma_AB in" in said
     pairs = overwritten(found.cubin)
     assert {mma.mnemonic for mma, _ in pairs} == {"HGMMA"} and "LDSM" in {other.mnemonic for _, other in pairs}
     with pytest.raises(Hazard, match="in flight: A's registers were written") as hazard:

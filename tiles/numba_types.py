@@ -28,9 +28,9 @@ from numba.cuda.typing.typeof import typeof_impl
 
 from .builder import Builder, f32, i32, i64
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
-from .lines import from_op
+from .line_table import from_op
 from .op import OPS, Name
-from .typed import typed
+from .type_inference import typed
 from .types import barrier, gl, is_static, pending, rt, rv, st, sv
 
 TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
@@ -444,7 +444,7 @@ class _Members(AttributeTemplate):
             return None
 
 
-INSTEAD: dict[str, str] = {}  # attributes that arrays have and tiles have not, and what to use: refused.py has the table
+INSTEAD: dict[str, str] = {}  # attributes that arrays have and tiles have not, and what to use: unsupported.py has the table
 
 
 def instead_of(spec, name):

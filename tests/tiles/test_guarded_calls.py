@@ -1,4 +1,4 @@
-"""tiles/again.py: which of torch's calls are served by what was written for their form, and no other is.
+"""tiles/guarded_calls.py: which of torch's calls are served by what was written for their form, and no other is.
 (That such a call launches what one that is planned anew does: tests/attention/test_plans_of_lengths.py.)"""
 
 import gc

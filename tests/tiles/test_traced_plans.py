@@ -1,4 +1,4 @@
-"""tiles/growing.py: calls whose lengths grow are served by what was written for their form, and others are read."""
+"""tiles/traced_plans.py: calls whose lengths grow are served by what was written for their form, and others are read."""
 
 import threading
 
@@ -9,7 +9,7 @@ from noting import RUNS, Counted, gpu, noted  # noqa: F401
 
 torch = pytest.importorskip("torch")
 
-from tiles import growing  # noqa: E402
+from tiles import traced_plans  # noqa: E402
 from tiles.lengths import made  # noqa: E402
 from tiles.program import Plan  # noqa: E402
 
@@ -76,12 +76,12 @@ def test_other_extents_than_those_that_grow_are_read(many):
 
 
 def test_it_is_written_a_few_times(many, monkeypatch):
-    written, real = [], growing.again.made
-    monkeypatch.setattr(growing.again, "made", lambda *args: written.append(args) or real(*args))
+    written, real = [], traced_plans.guarded_calls.guarded
+    monkeypatch.setattr(traced_plans.guarded_calls, "guarded", lambda *args: written.append(args) or real(*args))
     rng = np.random.default_rng(1)
     for _ in range(200):
         called(many, int(rng.integers(2, 5)), int(rng.integers(1, 50)), int(rng.integers(50, 90)))
-    assert len(written) <= 3 * growing.TRIES
+    assert len(written) <= 3 * traced_plans.TRIES
 
 
 def test_threads(many, monkeypatch):

@@ -8,7 +8,7 @@ from cuda.bindings import driver
 
 from . import tma
 from .device import check
-from .loaded import Loaded
+from .loaded_code import Loaded
 
 if TYPE_CHECKING:
     from .launch import Kernel

@@ -1,4 +1,4 @@
-"""tiles/named.py: named tuples of tiles are values, in both backends, and cost nothing."""
+"""tiles/named_tuples.py: named tuples of tiles are values, in both backends, and cost nothing."""
 
 from typing import Any, NamedTuple
 

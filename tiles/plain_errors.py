@@ -1,7 +1,7 @@
 """Numba's refusals in plain words: what is wrong, what to do instead, and the line of the kernel. Numba itself says so under
 its passes, candidates and contexts, a page or more.
 
-What ops refuse does not come here: that is said in plain words from the start (plumbing.py). What no row of the table knows
+What ops refuse does not come here: that is said in plain words from the start (numba_types.py). What no row of the table knows
 stays as Numba says it.
 """
 
@@ -15,7 +15,7 @@ from numba.cuda.core.byteflow import State
 from numba.cuda.core.ir import Loc
 from numba.cuda.errors import UnsupportedBytecodeError
 
-from .plumbing import plain_function
+from .numba_types import plain_function
 
 LANGUAGE = "kernels are numbers, tuples, named tuples, tiles, ops, `if`, `for ... in range(...)`, `while`"
 

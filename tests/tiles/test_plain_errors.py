@@ -1,5 +1,6 @@
 # ruff: noqa: B018, F821 (kernels whose one statement is the mistake)
-"""tiles/plainly.py, tiles/typed.py: Numba's refusals in plain words with the kernel's line, launched or compiled alike."""
+"""tiles/plain_errors.py, tiles/type_inference.py: Numba's refusals in plain words with the kernel's line, launched or compiled
+alike."""
 
 import math
 
@@ -13,7 +14,7 @@ import tiles
 from ops import load, row_max, store, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared, st, static
 from tiles.compiler import compile_kernel
-from tiles.plainly import in_plain_words
+from tiles.plain_errors import in_plain_words
 
 T, NARROW = rt(16, 64, fp32), rt(16, 32, fp32)
 TABLE, NUMBERS = {"a": 1}, [1, 2]
@@ -300,7 +301,9 @@ def test_words_and_line(body):
     error = refused(launched, body)
     message, _, line = str(error).partition("\n")
     assert message.startswith(MISTAKES[body])
-    assert "test_plainly.py" in line and f"def {body.__name__}(" in line and "pipeline" not in line and "During" not in line
+    assert (
+        "test_plain_errors.py" in line and f"def {body.__name__}(" in line and "pipeline" not in line and "During" not in line
+    )
     assert type(error) is (NameError if body is undefined else TypeError)
 
 

@@ -1,4 +1,4 @@
-"""tiles/bound.py: which frame a launch is written to, and what is written anew."""
+"""tiles/bound_launch.py: which frame a launch is written to, and what is written anew."""
 
 import ctypes
 import sys
@@ -11,7 +11,7 @@ from kernels import scale
 from stand_in import frames_of, on_device, takes
 
 import tiles
-from tiles import bound as bound_launches
+from tiles import bound_launch as bound_launches
 from tiles import fp16, st, tma
 
 launching = sys.modules["tiles.launch"]
