@@ -22,6 +22,7 @@ LATE = {
     ("fuse.terms", "fuse.writing"),
     ("tiles.op", "tiles.dtypes"),
     ("tiles.op", "tiles.interpreter"),
+    ("tiles.op", "tiles.numba_helpers"),
     ("tiles.op", "tiles.numba_types"),
     ("tiles.op", "tiles.types"),
     ("tiles.op", "tiles.values"),

@@ -24,7 +24,8 @@ from .builder import i32
 from .faster_numba import INSTEAD
 from .importable import uncollected
 from .line_table import Place, of_ptx
-from .numba_types import TENSOR_MAP, forget, helpers_as
+from .numba_helpers import forget, helpers_as
+from .numba_types import TENSOR_MAP
 from .plain_errors import plainly
 from .type_inference import typed
 from .wgmma_overwrites import complaints, overwritten

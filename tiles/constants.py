@@ -94,7 +94,7 @@ class FoldConstants(Rewrite):
         return bool(self.found)
 
     def _folds(self, expression):
-        """Attributes of modules and tiles are Numba's and numba_types.py's matter."""
+        """Attributes of modules and tiles are Numba's and numba_members.py's matter."""
         return expression.op != "getattr" or is_static(known(self.function, expression.value, self.args))
 
     def apply(self):

@@ -66,13 +66,13 @@ def guarded(
     shape = tuple(names), tuple(given), places, sources, len(known.beyond), apart, len(known.steps)
     values: Any = _values(known)
     if plan is None:
-        return _written(*shape)(*ways, known.device, *values)
+        return _factory(*shape)(*ways, known.device, *values)
     now = tuple([lengths[place][part][axis] for place, part, axis in free])
-    return _written(*shape, tuple(free))(*ways, known.device, {now: values}, lambda *now: _values(plan(*now)) or ())
+    return _factory(*shape, tuple(free))(*ways, known.device, {now: values}, lambda *now: _values(plan(*now)) or ())
 
 
 def _values(known: Known | None) -> tuple | None:
-    """What differs between forms that are the same except for lengths, in the order in which `_written` takes it."""
+    """What differs between forms that are the same except for lengths, in the order in which `_factory` takes it."""
     if known is None:
         return None
     ends = [end for *_, low, high in known.apart for end in (low, high)]
@@ -81,7 +81,7 @@ def _values(known: Known | None) -> tuple | None:
 
 
 @functools.lru_cache(1024)
-def _written(
+def _factory(
     names: tuple[str, ...],
     given: tuple[int, ...],
     places: tuple[int, ...],

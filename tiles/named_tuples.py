@@ -19,7 +19,8 @@ from numba.cuda.extending import infer_getattr, register_model
 from numba.cuda.typing import signature
 from numba.cuda.typing.templates import AbstractTemplate, AttributeTemplate
 
-from .numba_types import Method, kernel_line, method_of
+from .numba_members import Method, method_of
+from .numba_types import kernel_line
 
 
 def _alike(this, other):

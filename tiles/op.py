@@ -226,7 +226,7 @@ def lowers(face, meaning=None, **takes):
 def inlined(function: F) -> F:
     """Decorator: a plain function of kernel code, compiled into its callers (through a real call, tiles would go through
     memory). Without a GPU it is simply called."""
-    from .numba_types import inline
+    from .numba_helpers import inline
 
     inline(function)
     return function

@@ -15,7 +15,7 @@ from numba.cuda.core.byteflow import State
 from numba.cuda.core.ir import Loc
 from numba.cuda.errors import UnsupportedBytecodeError
 
-from .numba_types import plain_function
+from .numba_members import plain_function
 
 LANGUAGE = "kernels are numbers, tuples, named tuples, tiles, ops, `if`, `for ... in range(...)`, `while`"
 

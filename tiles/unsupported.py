@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .numba_types import INSTEAD, instead_of, refuse
+from .numba_members import INSTEAD, instead_of
+from .numba_types import refuse
 from .types import gl, pending, rt, rv, st, sv
 
 TILES = (rt, rv, pending, st, sv, gl)

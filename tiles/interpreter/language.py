@@ -11,7 +11,8 @@ from numba import cuda
 from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
-from ..numba_types import member, plain_function
+from ..numba_members import plain_function
+from ..numba_types import member
 from ..op import OPS
 from ..types import is_static
 from ..unsupported import REFUSED, check_print, refuse_values
