@@ -19,7 +19,7 @@ import attention
 from attention import parallel
 from attention.parallel import softmax
 from attention.parallel.peers import Peers, Pending
-from attention.softmax import elsewhere
+from attention.softmax import remote_keys
 
 
 class Counted(TorchDispatchMode):
@@ -77,7 +77,7 @@ def computing_nothing():
     with (
         patch.object(softmax, "_planned", in_earnest),
         patch.object(attention, "forward", nothing),
-        patch.object(elsewhere, "apart", lambda q, k, v, *others: nothing(q, k, v)),
+        patch.object(remote_keys, "apart", lambda q, k, v, *others: nothing(q, k, v)),
     ):
         yield
 

@@ -29,8 +29,8 @@ from ..recurrent import delta_rule as delta
 from ..recurrent import linear as plain
 from ..recurrent import mamba2 as mamba
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
-from ..softmax.asked import differentiated
-from .agreed import agreed, check_ends, form_of, words_of
+from ..softmax.call_options import differentiated
+from .agreement import agreed, check_ends, form_of, words_of
 from .orders import Contiguous, Span, count
 from .parts import LEAST, Chain, Part
 from .peers import Peers, of_torch, one_of

@@ -3,7 +3,7 @@
 Such lists name blocks of keys for each block of queries, in two lists: one of blocks in which a mask is asked, and one of those
 that are seen whole. Blocks of another size than a kernel's tiles, they become a map first, by the small kernel that `make`
 gives: a class for each, 0 for a block that is not listed. What a query sees then is a variant as any other, from which the
-lists of key blocks follow as from a mask in Python (blocks.py)."""
+lists of key blocks follow as from a mask in Python (key_block_lists.py)."""
 
 import functools
 from collections.abc import Callable, Iterator

@@ -193,7 +193,7 @@ class BiasedByKey(Biased):
 
 @static
 class BiasedByTile(Biased):
-    """The same of tiles that TMA brings: given.bias is the consumer's part, in registers (brought.py)."""
+    """The same of tiles that TMA brings: given.bias is the consumer's part, in registers (bias_tiles.py)."""
 
     loads, lean = False, True
 

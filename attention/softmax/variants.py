@@ -1,5 +1,5 @@
-"""What an attention makes of its scores, as objects: which keys a query sees (seen.py), what becomes of a score and what joins
-their sum (scores.py), what becomes of queries and weights (norms.py, dropped.py).
+"""What an attention makes of its scores, as objects: which keys a query sees (visible_keys.py), what becomes of a score and
+what joins their sum (scores.py), what becomes of queries and weights (norms.py, dropped.py).
 
     Both(Causal(), Left())                      # a causal window
     Both(Causal(), Capped())                    # tanh of every score
@@ -73,14 +73,16 @@ class Variant:
     within = False  # is a key that a query sees always one of those that there are?
     plain = False  # do tiles take as long as in plain or causal attention?
     draws = False  # does it need many registers, to draw random numbers?
-    lean = True  # do gradients of narrow heads go the way of plain ones (backward/apart.py), which has few registers left?
+    lean = (
+        True  # do gradients of narrow heads go the way of plain ones (backward/hopper_narrow.py), which has few registers left?
+    )
     loads = False  # does it read a number for each score, which takes as many registers?
     fetches = False  # and if so, a number for each column alone, while products run?
-    brings = None  # does TMA bring what it reads for each score (brought.py), and of which dtype?
+    brings = None  # does TMA bring what it reads for each score (bias_tiles.py), and of which dtype?
     prepares = False  # does something become of the queries, before the scores?
     adds = False  # does it add to scores what may wait until weights are found: `added`?
-    folds = True  # the same of heads of 128 columns (backward/folded.py)?
-    light = True  # and of wide heads (backward/wide.py)?
+    folds = True  # the same of heads of 128 columns (backward/hopper_folded.py)?
+    light = True  # and of wide heads (backward/hopper_wide.py)?
     bends = False  # is a score's derivative, by what it was made of, other than 1?
 
     def __str__(self):

@@ -22,7 +22,7 @@ from attention.softmax.decode.decode import _append as _decode_append
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward import _forward, _variant
 from attention.softmax.projected import projected, projected_backward
-from attention.softmax.python import named
+from attention.softmax.python_functions import named
 from tiles import arrays as in_memory
 from tiles import bound_launch, loaded_code, tma
 from tiles import device as devices

@@ -18,7 +18,7 @@ import tiles
 from attention import inspect
 from attention.recurrent.kernels import chunk_ampere, token_loop
 from attention.softmax import hopper
-from attention.softmax.seen import CAUSAL
+from attention.softmax.visible_keys import CAUSAL
 from tiles import bf16, digest, st
 from tiles.arguments import signature
 from tiles.compiler import Lowered

@@ -5,7 +5,7 @@ from numba import cuda
 
 from attention.recurrent.kernels import token_loop
 from attention.softmax import ampere
-from attention.softmax.seen import CAUSAL
+from attention.softmax.visible_keys import CAUSAL
 from tiles import bf16, compiler
 from tiles.arguments import INT, array, signature
 

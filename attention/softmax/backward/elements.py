@@ -21,7 +21,7 @@ from tiles.layout import LANES
 
 from ..scores import Sloped
 from ..variants import At
-from . import again
+from . import recomputed_scores
 from .results import of_sums
 
 NOWHERE = 2.0**24  # an element beyond all: indices are of float32
@@ -31,12 +31,12 @@ SHARED_BY = 4  # thread blocks of a multiprocessor that go through tiles, at mos
 
 
 @functools.cache
-def make(config: again.Config):
+def make(config: recomputed_scores.Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GIVEN, AUX, WARPS, PACKED = config.dtype, config.given, config.aux, config.warps, config.sequences.packed
-    scores, sequences, read = again.again(config), config.sequences, config.read
+    scores, sequences, read = recomputed_scores.recomputed(config), config.sequences, config.read
     S = scores.tile
-    smem = shared(**again.room(config))
+    smem = shared(**recomputed_scores.room(config))
 
     @inlined
     def added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale):
@@ -117,8 +117,10 @@ class Total:
         return total, None
 
 
-def space(arch: str, everything: bool) -> Iterator[again.Config]:
+def space(arch: str, everything: bool) -> Iterator[recomputed_scores.Config]:
     """What an architecture is served with: bf16, whole pieces."""
-    for padded, (queries, kv) in again.SHAPES.items():
-        read, others = again.Slope(None, False), 64
-        yield again.Config(padded, padded, bf16, Sloped(True, True), kv, queries, others, None, PIECES[0], None, read)
+    for padded, (queries, kv) in recomputed_scores.SHAPES.items():
+        read, others = recomputed_scores.Slope(None, False), 64
+        yield recomputed_scores.Config(
+            padded, padded, bf16, Sloped(True, True), kv, queries, others, None, PIECES[0], None, read
+        )

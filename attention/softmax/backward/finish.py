@@ -13,7 +13,7 @@ from tiles.layout import LANES
 
 from ..sequences import Batched
 from . import ampere, hopper
-from .parts import ByRows
+from .dq_parts import ByRows
 from .results import Written
 
 WARPS = 4  # of a thread block

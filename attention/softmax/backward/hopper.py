@@ -20,15 +20,15 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import sequences, variants
-from ..seen import CAUSAL, FULL
 from ..variants import At
-from . import ways
+from ..visible_keys import CAUSAL, FULL
+from . import hopper_pipeline
+from .hopper_pipeline import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 from .slopes import UNASKED
-from .ways import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
 
 @dataclass(frozen=True)
-class Config(ways.Config):
+class Config(hopper_pipeline.Config):
     """A kernel's shape. Each consumer owns 64 keys; where a block has no more than 64, half of the columns of dK and dV. exact:
     derivatives of scores stay in float32; else they are rounded, which takes fewer registers."""
 
@@ -49,7 +49,7 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
     if variant.brings and padded == 64:  # there is room for no more
@@ -87,8 +87,8 @@ def make(config: Config):
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES = rt(16, ROWS, fp32)
     LEARNERS, (keep, claim) = config.learners, REGISTERS
-    smem = ways.memory(config)
-    bring, send = ways.bringing(config, ahead=True), ways.sending(config)
+    smem = hopper_pipeline.memory(config)
+    bring, send = hopper_pipeline.bringing(config, ahead=True), hopper_pipeline.sending(config)
 
     @inlined
     def columns(tile, cols, share):

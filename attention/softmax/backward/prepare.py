@@ -16,9 +16,9 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..sequences import Batched
-from . import ampere, hopper, wide
-from .order import UNORDERED, Unordered
-from .parts import BAND, ByRows
+from . import ampere, hopper, hopper_wide
+from .dq_order import UNORDERED, Unordered
+from .dq_parts import BAND, ByRows
 
 LOG2_E = np.float32(np.log2(np.e))
 NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weights exp2(s - lse) are exact zeros
@@ -69,7 +69,7 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     return Config(*shape, parts, aligned, lie=config.lie, order=config.order, early=config.early)
 
 
-def without_sums(config: wide.Config) -> Config:
+def without_sums(config: hopper_wide.Config) -> Config:
     """What comes before kernels that sum no dQ in memory."""
     return Config(config.value_dim, config.rows, config.dtype, None, early=config.early)
 
@@ -77,7 +77,7 @@ def without_sums(config: wide.Config) -> Config:
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
     yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
-    yield from dict.fromkeys(without_sums(config) for config in wide.space(arch, everything))
+    yield from dict.fromkeys(without_sums(config) for config in hopper_wide.space(arch, everything))
 
 
 @functools.cache

@@ -13,9 +13,9 @@ from tiles import inlined, static
 from tiles.arguments import array
 
 from ..scores import Sloped, Sunk
-from ..seen import Causal, Left
 from ..variants import Both, Variant
-from .again import Added, Slope
+from ..visible_keys import Causal, Left
+from .recomputed_scores import Added, Slope
 
 
 @static

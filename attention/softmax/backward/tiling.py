@@ -56,7 +56,7 @@ class Facing(Tiling):
 
     @inlined
     def number(self, tiles, place, key, at, group):
-        """The number of the tile at a place in their row, which begins at tiles.first: see order.py."""
+        """The number of the tile at a place in their row, which begins at tiles.first: see dq_order.py."""
         return place
 
     @inlined

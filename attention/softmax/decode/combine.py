@@ -1,4 +1,4 @@
-"""After attend.py, where several blocks share a sequence's keys: a row's parts become its output. A part is a mean of values,
+"""After ampere.py, where several blocks share a sequence's keys: a row's parts become its output. A part is a mean of values,
 and x, where exp2(scale x) is the sum of its weights."""
 
 import functools
@@ -27,7 +27,7 @@ EACH = Parted()
 @dataclass(frozen=True)
 class Config:
     """Of the kernel: the output's dtype; what joins the sum of weights; how keys were split. early: may it begin
-    while attend.py's grid ends?"""
+    while ampere.py's grid ends?"""
 
     dtype: dtype
     sums: Variant
@@ -57,7 +57,7 @@ def make(config: Config):
         given: record(**sums.given, **split.given),
         heads: INT, rows: INT, slabs: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Of one of `rows` rows of a key head one of `slabs` slabs of columns; see attend.py."""
+        """Of one of `rows` rows of a key head one of `slabs` slabs of columns; see ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)

@@ -10,7 +10,7 @@ from tiles.arguments import array
 from tiles.layout import WARPGROUP
 from tiles.types import st
 
-from ..held import TABLE, Along
+from ..key_sources import TABLE, Along
 from ..sequences import Sequence
 
 

@@ -1,6 +1,6 @@
 """Attention of some query tokens for Hopper, over a part of the keys: TMA or cp.async, and wgmma.
 
-What attend.py's tiles of 16 and 32 rows are too small for: several tokens of many heads that share a key head. Rows are as
+What ampere.py's tiles of 16 and 32 rows are too small for: several tokens of many heads that share a key head. Rows are as
 there, heads and tokens, 64 of them to a tile. Two warpgroups have all of them, and share out the keys: one takes the even
 tiles, the other the odd ones, so that the tensor cores have one's products while the other's softmax runs. Where a block's work
 ends, what both have seen is made one, half of the columns each.
@@ -21,7 +21,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
 
-from ..held import Along, InCaches, InPages
+from ..key_sources import Along, InCaches, InPages
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .feeds import ByTma, Gathered
@@ -38,7 +38,7 @@ PIECE = 16  # bytes that all addresses are multiples of
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads, what becomes of their scores, where the output goes: as attend.py's. feed: what fills
+    """A kernel: which caches it reads, what becomes of their scores, where the output goes: as ampere.py's. feed: what fills
     the rings, which have so many `stages`."""
 
     head_dim: int
@@ -201,7 +201,7 @@ def make(config: Config):
         gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), given: GIVEN, aux: AUX,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """See attend.py."""
+        """See ampere.py."""
         q, k, v, other, tops, totals = smem.open()
         if IN_PARTS:
             grid.release()  # the blocks that combine parts may come, and wait

@@ -14,9 +14,9 @@ from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
 from ..scores import Scored
-from ..seen import Masked
 from ..sequences import GROWING, in_use
 from ..variants import Variant
+from ..visible_keys import Masked
 
 
 class Stretch(NamedTuple):

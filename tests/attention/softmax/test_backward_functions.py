@@ -16,9 +16,9 @@ import attention
 from attention import reference
 from attention.softmax.backward import launches as module
 from attention.softmax.backward.tiling import Facing
-from attention.softmax.seen import CAUSAL, Left, Masked, Right
 from attention.softmax.tiling import Tiling
 from attention.softmax.variants import Both
+from attention.softmax.visible_keys import CAUSAL, Left, Masked, Right
 from ops import rsqrt, sigmoid, tanh, where
 
 F32 = np.float32

@@ -16,7 +16,7 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 import attention
 from attention import families, reference
 from attention.softmax import ampere, hopper, launches
-from attention.softmax.seen import CAUSAL, FULL
+from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16, fp8e4m3
 from tiles.arrays import c_ordered
 from tiles.cp_async import PIECES

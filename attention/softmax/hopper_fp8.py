@@ -1,7 +1,7 @@
 """FlashAttention forward in fp8 for Hopper: hopper.py's pipeline with products of e4m3, which tensor cores do twice as fast.
 
 What differs. fp8 instructions take only operands that lie along the contracted axis, so keys must be columns of V's tiles: the
-producer warpgroup turns them, or a kernel has done so with all of V (turned.py). Weights are rounded to e4m3, whose least
+producer warpgroup turns them, or a kernel has done so with all of V (fp8_values.py). Weights are rounded to e4m3, whose least
 number is 2^-9: the greatest is not 1, but 2^LIFT. The tensor cores cut off all but some 10 bits of a sum of fp8 products, so
 each key block's is its own, and fp32 adds them up: a consumer takes its turn for O += P V and, that waited for, the next
 scores; their softmax runs while another one has its turn. And scores and values have the units that their arrays were divided
@@ -21,24 +21,24 @@ from ops import columns, divmod, hstack, persistent_tile, subtile, warpgroup, zi
 from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared
 from tiles.arguments import FLOAT, INT, array, tiled
 
+from .base_config import BaseConfig
+from .descales import OfBlocks, OfHeads
+from .fp8_values import Before, ByProducer
 from .hopper import REGISTERS
-from .kind import Kind
 from .online import Softmax
 from .output import Stored
-from .seen import CAUSAL, FULL
 from .sequences import Batched
-from .turned import Before, ByProducer
-from .units import OfBlocks, OfHeads
 from .variants import At, Variant
+from .visible_keys import CAUSAL, FULL
 
 LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
 HEADS, IN_BLOCK = OfHeads(), ByProducer()
 
 
 @dataclass(frozen=True)
-class Config(Kind):
-    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`. units: see units.py; turned:
-    see turned.py."""
+class Config(BaseConfig):
+    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`. units: see descales.py;
+    turned: see fp8_values.py."""
 
     consumers: int
     stages: int = 2
@@ -130,7 +130,7 @@ def config_for(
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem of so many keys. before: is V to be turned before, if it can be? kind: what else
-    a Kind says."""
+    a BaseConfig says."""
     padded = padded_dim(head_dim, value_dim)
     plain = variant.plain and kind.get("lie", Batched) is Batched
     shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)

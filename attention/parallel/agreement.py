@@ -12,7 +12,7 @@ from tiles.checks import ENDS, Check, asked
 from tiles.frameworks import describe
 
 from ..softmax.block_masks import FIELDS
-from ..softmax.python import named
+from ..softmax.python_functions import named
 from .peers import Peers, of_torch
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
 """Gradients of wide heads for Hopper, dQ: a thread block has 128 queries and goes through the keys that they see, as forward
-does. Scores are computed a second time (wide.py has dK and dV), and in return nothing is summed in memory."""
+does. Scores are computed a second time (hopper_wide.py has dK and dV), and in return nothing is summed in memory."""
 
 import functools
 import itertools
@@ -13,20 +13,20 @@ from ops import divmod, grid, load, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..kind import Kind
-from ..seen import CAUSAL, FULL
+from ..base_config import BaseConfig
 from ..variants import At, Variant
+from ..visible_keys import CAUSAL, FULL
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 
 
 @dataclass(frozen=True)
-class Config(Kind):
+class Config(BaseConfig):
     """A kernel's shape: stages of the rings of K and of V. Each consumer owns 64 queries."""
 
     stages: int = 2
     v_stages: int = 1
-    early = True  # it begins while wide.py's grid ends
+    early = True  # it begins while hopper_wide.py's grid ends
 
     @property
     def rows(self) -> int:

@@ -2,7 +2,7 @@
 
 The sums of so many columns fill a block's registers, one of the two in each consumer. So the first consumer finds the weights
 P^T of a tile of queries, for dV = P^T dO; the second one dS^T, for dK = dS^T Q. They share P alone, by way of shared memory.
-dQ has a kernel of its own (wide_queries.py): blocks of so few keys would add to each query's too often.
+dQ has a kernel of its own (hopper_wide_queries.py): blocks of so few keys would add to each query's too often.
 """
 
 import functools
@@ -17,16 +17,16 @@ from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
-from .by_keys import ByKeys
+from ..visible_keys import CAUSAL, FULL
+from .base_config import BackwardConfig
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 WEIGHTS, SLOPES = 0, 1  # what the consumers find
 
 
 @dataclass(frozen=True)
-class Config(ByKeys):
+class Config(BackwardConfig):
     """A kernel's shape: stages of the rings of Q, of dO and of P."""
 
     stages: int = 2

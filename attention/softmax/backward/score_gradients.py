@@ -8,17 +8,17 @@ from typing import Any
 from tiles.program import Fill
 from tiles.schema import REAL, Problem
 
-from ..asked import AUX
 from ..assembled import Assembled
-from ..derivative import Derivatives
+from ..call_options import AUX
 from ..launches import LOG2_E, Before
-from . import again, bias, bias_hopper, elements
+from ..score_derivative import Derivatives
+from . import bias, elements, hopper_bias, recomputed_scores
 
 AT_ONCE = 2 * elements.SHARED_BY  # shares of a multiprocessor, at least, where there are so many blocks of keys
 GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
 
 
-def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[again.Added]:
+def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[recomputed_scores.Added]:
     """What reads the array that this gradient belongs to. ValueError, TypeError: there is none, or it has no gradient."""
     array = name.removeprefix("d")
     if array not in problem:
@@ -30,11 +30,11 @@ def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
     both = None if found is None or found.even else found.bent
     if array == "bias":
-        return [again.Added(both)]
+        return [recomputed_scores.Added(both)]
     if array == "alibi":
-        return [again.Slope(both, len(form.shape) == 2 and form.shape[0] > 1)]
+        return [recomputed_scores.Slope(both, len(form.shape) == 2 and form.shape[0] > 1)]
     number = int(array.removeprefix("aux"))
-    return [again.Element(both, x.by, x.place) for x in found.reads if x.array == number] if found else []
+    return [recomputed_scores.Element(both, x.by, x.place) for x in found.reads if x.array == number] if found else []
 
 
 class Learned:
@@ -44,13 +44,13 @@ class Learned:
     def __init__(self, problem: Problem, made: Assembled, config: Any, late: Before, told: dict[str, Any], processors: int):
         self.problem, self.made, self.config, self.late = problem, made, config, late
         self.told, self.processors = told, processors
-        self.queries, self.kv = again.SHAPES[config.head_dim]
+        self.queries, self.kv = recomputed_scores.SHAPES[config.head_dim]
         rows, heads, cols, kv_heads = problem("SHTG")
         self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
         self.shape = {"group": heads // kv_heads, "scale": made.unit * LOG2_E}
 
-    def kind(self, read: again.Added) -> dict[str, Any]:
-        """What a configuration is made of: again.Config's fields."""
+    def kind(self, read: recomputed_scores.Added) -> dict[str, Any]:
+        """What a configuration is made of: recomputed_scores.Config's fields."""
         main, before = self.config, self.made.before if "score_unit" in self.made.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
         rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
@@ -58,24 +58,24 @@ class Learned:
         rows["surveyed"] = main.kv if "classes" in self.told else None
         return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
 
-    def launch(self, name: str, reads: Sequence[again.Added]) -> None:
+    def launch(self, name: str, reads: Sequence[recomputed_scores.Added]) -> None:
         """Those of the gradient of this name; reads: what reads its array."""
         if name == "dbias":
             self.of_bias(*reads)
         else:
             self.of_elements(name, reads)
 
-    def of_bias(self, read: again.Added) -> None:
+    def of_bias(self, read: recomputed_scores.Added) -> None:
         """The gradient of a bias."""
         batch, heads, batches, own_heads, rows = self.problem("NHWXY")
         shared_by = {"own_heads": own_heads, "batches": batch // batches, "heads": heads // own_heads}
         given = {"gDBias": self.problem["dbias"], **shared_by, **self.shape, **self.told}
-        if bias_hopper.serves(self.config, read):
-            config = bias_hopper.config_for(self.config)
+        if hopper_bias.serves(self.config, read):
+            config = hopper_bias.config_for(self.config)
             tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
             every = batches * own_heads * tiles * blocks
             grid = min(every, self.processors)
-            self.late.launch(bias_hopper, config, grid, own_tiles=tiles, blocks=blocks, every=every, **given)
+            self.late.launch(hopper_bias, config, grid, own_tiles=tiles, blocks=blocks, every=every, **given)
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
@@ -93,10 +93,10 @@ class Learned:
         tiles = rows // self.queries + ends - 1
         return 1, heads, tiles, min(self.blocks, -(-AT_ONCE * self.processors // (heads * tiles)))
 
-    def of_elements(self, name: str, reads: Sequence[again.Added]) -> None:
+    def of_elements(self, name: str, reads: Sequence[recomputed_scores.Added]) -> None:
         """The gradient of an array that these read."""
         out, (batches, heads, tiles, blocks) = self.problem[name], self.dealt()
-        size, warps = math.prod(out.form.shape), self.queries // again.BAND
+        size, warps = math.prod(out.form.shape), self.queries // recomputed_scores.BAND
         if not reads or not size:
             self.late.steps += [] if self.config.adds else [Fill(out, 0.0)]
             return
@@ -106,7 +106,7 @@ class Learned:
         for n, read in enumerate(reads):
             extents = {"batches": batches, "heads": heads, "tiles": tiles, "blocks": blocks, "first": n * grid * warps}
             self.late.launch(
-                elements, again.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
+                elements, recomputed_scores.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
             )
         self.add_up(name, found)
 

@@ -1,4 +1,4 @@
-"""softmax/elsewhere.py: keys that lie in two places, and are still coming to one, give the bits of keys that lie in one."""
+"""softmax/remote_keys.py: keys that lie in two places, and are still coming to one, give the bits of keys that lie in one."""
 
 import pytest
 
@@ -7,9 +7,9 @@ pytest.importorskip("torch")
 import torch
 
 import attention
-from attention.softmax import elsewhere, hopper
-from attention.softmax.elsewhere import Seen
-from attention.softmax.held import Apart, Arriving
+from attention.softmax import hopper, remote_keys
+from attention.softmax.key_sources import Apart, Arriving
+from attention.softmax.remote_keys import Seen
 from tiles.interpreter import Hazard
 
 ROWS, PARTS = 256, 2
@@ -49,7 +49,7 @@ def split(x, spans):
 def test_own_keys_stay_where_they_are(keys, dim, value_dim, spans):
     q, k, v, lengths, wanted = problem(keys, dim, value_dim)
     (own_k, k), (own_v, v) = split(k, spans), split(v, spans)
-    found = elsewhere.apart(q, k, v, lengths, own_k, own_v, Seen(keys, *spans, True))
+    found = remote_keys.apart(q, k, v, lengths, own_k, own_v, Seen(keys, *spans, True))
     assert all(torch.equal(x, y) for x, y in zip(found, wanted))
 
 
@@ -57,7 +57,7 @@ def test_a_scale_and_no_mask():
     q, k, v, lengths, _ = problem(512, 64)
     wanted = attention.forward(q, k, v, lengths_k=lengths, scale=0.3, family="sm_90")
     (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
-    assert torch.equal(elsewhere.apart(q, k, v, lengths, own_k, own_v, Seen(512, *OUTER, scale=0.3))[0], wanted)
+    assert torch.equal(remote_keys.apart(q, k, v, lengths, own_k, own_v, Seen(512, *OUTER, scale=0.3))[0], wanted)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -68,7 +68,9 @@ def test_a_block_is_read_when_it_has_come(dim):
     awaits = torch.tensor([0, 2, 1, 0, 2], dtype=torch.int32)
 
     def call(there):
-        return elsewhere.arriving(q, k, v, lengths, own_k, own_v, torch.tensor([there]).int(), awaits, Seen(512, *OUTER, True))
+        return remote_keys.arriving(
+            q, k, v, lengths, own_k, own_v, torch.tensor([there]).int(), awaits, Seen(512, *OUTER, True)
+        )
 
     assert all(torch.equal(x, y) for x, y in zip(call(2), wanted))
     for there in (0, 1):
@@ -82,7 +84,7 @@ def test_what_is_not_awaited_is_not_waited_for():
     (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
     awaits, arrived = torch.tensor([0, 1, 1, 0, 2]).int(), torch.ones(1).int()
     assert torch.equal(
-        elsewhere.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, Seen(512, *OUTER, True))[0], wanted[0]
+        remote_keys.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, Seen(512, *OUTER, True))[0], wanted[0]
     )
 
 
@@ -100,5 +102,5 @@ def test_on_a_gpu():
     (own_k, k), (own_v, v) = split(k, spans), split(v, spans)
     awaits, arrived = torch.ones(33, device="cuda").int(), torch.ones(1, device="cuda").int()
     seen = Seen(4096, *spans, True)
-    assert torch.equal(elsewhere.apart(q, k, v, lengths, own_k, own_v, seen)[0], wanted[0])
-    assert torch.equal(elsewhere.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, seen)[0], wanted[0])
+    assert torch.equal(remote_keys.apart(q, k, v, lengths, own_k, own_v, seen)[0], wanted[0])
+    assert torch.equal(remote_keys.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, seen)[0], wanted[0])

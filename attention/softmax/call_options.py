@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..options import number
 from .block_masks import FIELDS
 from .dropped import SEED_END
-from .ready import BlockLists, Making
+from .prepared_lists import BlockLists, Making
 
 AUX = 8  # arrays that functions in Python may read
 # Rows of schemas: those arrays, and what a caller's blocks consist of.

@@ -3,7 +3,7 @@
 What is left of a tile of queries, dK, is issued behind the scores of the next tile, and behind it the part of dQ of the tile
 before: so they run while the next weights are found, and no consumer waits for the other one's dS. dV runs while dS is made,
 and what TMA adds is published with dS, under one fence. It takes some more registers, and so is for plain scores of heads that
-are not wide (`serves`); narrow ones have apart.py."""
+are not wide (`serves`); narrow ones have hopper_narrow.py."""
 
 import functools
 import itertools
@@ -19,10 +19,10 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import variants
-from ..seen import CAUSAL, FULL
 from ..variants import At
-from . import hopper, ways
-from .ways import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
+from ..visible_keys import CAUSAL, FULL
+from . import hopper, hopper_pipeline
+from .hopper_pipeline import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
 HEAD_DIM = 128  # padded
 
@@ -61,8 +61,8 @@ def make(config: Config):
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     keep, claim = REGISTERS
-    smem = ways.memory(config)
-    bring, send, following = ways.bringing(config), ways.sending(config), ways.going(config)
+    smem = hopper_pipeline.memory(config)
+    bring, send, following = hopper_pipeline.bringing(config), hopper_pipeline.sending(config), hopper_pipeline.going(config)
 
     @inlined
     def weighed(j, s, cut, rings, me, at, key, scale):

@@ -9,9 +9,9 @@ from ops import store_wait, warpgroup
 from tiles import inlined, ring, shared, st
 
 from ..sequences import Batched
-from .by_keys import ByKeys
-from .order import UNORDERED, Heading, Ordered, Snaking, Unordered
-from .parts import ByRows, parts_of
+from .base_config import BackwardConfig
+from .dq_order import UNORDERED, Heading, Ordered, Snaking, Unordered
+from .dq_parts import ByRows, parts_of
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 FILLER, SENDER, SENDERS = 0, 1, 2  # which of the producer's warps brings tiles, and from which on how many send dQ
@@ -19,7 +19,7 @@ READERS = CONSUMERS * warpgroup.WARPGROUP  # warps of the consumers
 
 
 @dataclass(frozen=True)
-class Config(ByKeys):
+class Config(BackwardConfig):
     """What such kernels' shapes have in common: stages of the rings of Q, of dO, of dS, of dQ's parts, and `places` of what is
     brought beside them. rounded: dS is made of weights as rounded for dV, which takes fewer registers."""
 
@@ -33,14 +33,14 @@ class Config(ByKeys):
 
     @property
     def in_order(self) -> Ordered:
-        """See ByKeys."""
+        """See BackwardConfig."""
         computed = self.lie is Batched and not self.by_list
         rising = self.variant.rising and self.variant.from_first and self.variant.within
         return (Snaking if computed and rising else Ordered)(1, True, SENDERS, self.stores)
 
     @property
     def in_any(self) -> Unordered:
-        """See ByKeys."""
+        """See BackwardConfig."""
         return Heading(1, True, SENDERS, True) if self.stores else UNORDERED
 
     @property

@@ -17,8 +17,8 @@ from tiles.program import Step
 from tiles.schema import Problem
 
 from .block_masks import FIELDS
-from .python import reads
-from .terms import below, traced
+from .python_functions import reads
+from .symbolic import below, traced
 
 AT_ONCE = 2**20  # scores that a function is asked for
 COUNTS = "cu_seqlens", "cu_seqlens_k", "cu_seqlens_new", "lengths", "lengths_k", "leftpad"  # that say which keys there are

@@ -11,11 +11,11 @@ from judged_gradients import agree
 from places import OnInterpreter
 
 import attention
-from attention.softmax.backward import apart, folded, order
+from attention.softmax.backward import dq_order, hopper_folded, hopper_narrow
+from attention.softmax.backward.dq_order import Ordered
 from attention.softmax.backward.launches import band_of
-from attention.softmax.backward.order import Ordered
-from attention.softmax.seen import CAUSAL
 from attention.softmax.variants import At
+from attention.softmax.visible_keys import CAUSAL
 from ops import grid
 from tiles import Hazard, bf16, interpreter
 from tiles.numba_types import void
@@ -64,7 +64,7 @@ def test_blocks_add_in_order_of_those_that_lists_name(family, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [(0, 1), (1, 700), (300, 2000), (2000, 300), (1700, 1700)], ids=str)
-@pytest.mark.parametrize(("module", "head_dim"), [(apart, 64), (folded, 128)], ids=["64", "128"])
+@pytest.mark.parametrize(("module", "head_dim"), [(hopper_narrow, 64), (hopper_folded, 128)], ids=["64", "128"])
 def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
     """Of every tile of queries the blocks of keys that see it have the places 0, 1, .. in the order in which they begin, and
     each place is one block's. Groups begin in turns from their last keys and from their first."""
@@ -83,7 +83,7 @@ def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 700), (300, 900), (700, 700)], ids=str)
-@pytest.mark.parametrize(("module", "head_dim"), [(apart, 64), (folded, 128)], ids=["64", "128"])
+@pytest.mark.parametrize(("module", "head_dim"), [(hopper_narrow, 64), (hopper_folded, 128)], ids=["64", "128"])
 def test_who_stores_heads_the_others(module, head_dim, lengths):
     """Of every tile of queries one block of keys stores, and begins before all others that see it; it takes its own first."""
     (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, stores=True)
@@ -104,7 +104,7 @@ def test_who_stores_heads_the_others(module, head_dim, lengths):
 def test_pairs_at_once():
     """As many as leave each pair the thread blocks that should begin together: a snake's, a group."""
     snake, heading, plain = (
-        folded.config_for(128, bf16, CAUSAL, ordered=ordered, stores=stores).order
+        hopper_folded.config_for(128, bf16, CAUSAL, ordered=ordered, stores=stores).order
         for ordered, stores in [(True, True), (False, True), (False, False)]
     )
     row = Ordered(1, True)
@@ -116,7 +116,7 @@ def test_pairs_at_once():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_snake_in_the_interpreter(head_dim, monkeypatch):
     """Groups of two: from the last keys on, from the first on, and one that is not whole."""
-    monkeypatch.setattr(order, "GROUP", 2)
+    monkeypatch.setattr(dq_order, "GROUP", 2)
     q_k_v, forwards = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters
     agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
     monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
@@ -206,7 +206,7 @@ def test_early_launches_wait(options, monkeypatch):
     assert asked["prepare", "wait"] == asked["prepare", "release"] > 0 and not asked["finish", "release"]
     if asked["finish", "wait"]:
         assert attend == release == (16 if not options and q.shape[-1] == 64 else 12)  # warps of a block
-    else:  # two kernels: wide.py, wide_queries.py
+    else:  # two kernels: hopper_wide.py, hopper_wide_queries.py
         assert attend == 2 * release == 24
 
 

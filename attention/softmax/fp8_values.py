@@ -61,8 +61,8 @@ class ByProducer:
 
 
 class Before(ByProducer):
-    """By a kernel before (turning.py), each number once: (batch, head, column, key). The producer only copies, and tiles take
-    shared memory once. Of sequences that have a batch each."""
+    """By a kernel before (transpose_values.py), each number once: (batch, head, column, key). The producer only copies, and
+    tiles take shared memory once. Of sequences that have a batch each."""
 
     before = True
     behind = 0

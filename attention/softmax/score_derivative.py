@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ops import exp, sigmoid, tanh, where
 
-from .terms import Array, Term, below, traced, written
+from .symbolic import Array, Term, below, traced, written
 
 LN_2 = math.log(2)
 CUBIC, SLOPE = 0.044715, math.sqrt(2 / math.pi)  # of gelu_tanh

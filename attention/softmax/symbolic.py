@@ -4,8 +4,8 @@
     found.term                                  # mul(element(caps, h), tanh(truediv(s, element(caps, h))))
     written(found.names, found.term.of[1])      # def written(s, b, h, i, j, aux0): t0 = aux0[h]; ...; return t2
 
-The function is run once, on terms that note what is done to them. derivative.py follows the chain rule through them, algebra.py
-looks for what is built in.
+The function is run once, on terms that note what is done to them. score_derivative.py follows the chain rule through them,
+algebra.py looks for what is built in.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import ops
-from attention.softmax.derivative import BACK, derivatives
-from attention.softmax.terms import EVEN
+from attention.softmax.score_derivative import BACK, derivatives
+from attention.softmax.symbolic import EVEN
 from tiles import fp32
 
 STEP = 2.0**-8

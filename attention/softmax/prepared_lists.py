@@ -12,8 +12,8 @@ from .block_masks import Blocked
 @dataclass(frozen=True, eq=False)
 class BlockLists:
     """What `attention.block_lists` gives, for forward's blocks=. lists: which blocks of keys each tile of queries sees (see
-    blocks.py). made_for: of which calls, in words: `name=value; name=value`. Made of a BlockMask they keep its map of blocks,
-    too, and the (rows, columns) of these."""
+    key_block_lists.py). made_for: of which calls, in words: `name=value; name=value`. Made of a BlockMask they keep its map of
+    blocks, too, and the (rows, columns) of these."""
 
     lists: Any
     made_for: str

@@ -28,7 +28,7 @@ from tiles.compiler import capability
 from tiles.layout import LANES
 
 from .scales import END, LEAST
-from .writing import FP8
+from .write_kernel import FP8
 
 WARPS, ROWS, COLUMNS = 4, 16, 64  # of a thread block; of a tile
 PARTS = 32  # of a head's rows, at most

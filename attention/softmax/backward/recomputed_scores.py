@@ -15,12 +15,12 @@ from tiles import fp32, inlined, pipeline, rt, st, static
 from tiles.arguments import Record, record
 from tiles.layout import LANES
 
-from ..blocks import CLASSES
-from ..kind import Kind
+from ..base_config import BaseConfig
+from ..key_block_lists import CLASSES
 from ..sequences import Batched
 from ..tiling import Tiling
 from ..variants import Variant
-from .parts import BAND
+from .dq_parts import BAND
 
 SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queries, keys) of a tile
 
@@ -74,7 +74,7 @@ class Slope(Added):
 
 @static
 class Element(Added):
-    """An element of an array that the function reads: derivative.py's Read."""
+    """An element of an array that the function reads: score_derivative.py's Read."""
 
     derivative: Callable
     which: Callable
@@ -91,7 +91,7 @@ class Element(Added):
 
 
 @dataclass(frozen=True)
-class Config(Kind):
+class Config(BaseConfig):
     """Of such a kernel: queries of a tile; how many queries the main kernel's tiles have, of which `prepare` left two numbers a
     row, and how many keys its blocks have, if there is a survey of these; the bytes that bases and strides are multiples of;
     what becomes of scores before a function, if there is one; what they read."""
@@ -135,7 +135,7 @@ def room(config: Config) -> dict[str, Any]:
 
 
 @static
-class Again:
+class Recomputed:
     """What tiles of such a kernel are made of: see Config."""
 
     rows: int
@@ -211,7 +211,7 @@ class Again:
             return where(p > 0.0, ds * self.read.by(x, i, j, at), 0.0), i, j, at
 
 
-def again(config: Config) -> Again:
+def recomputed(config: Config) -> Recomputed:
     """What that kernel's tiles are made of."""
     shape = config.rows, config.kv, config.others, config.surveyed, config.piece
-    return Again(*shape, config.variant, config.before, config.read, config.sequences, config.lie(config.others))
+    return Recomputed(*shape, config.variant, config.before, config.read, config.sequences, config.lie(config.others))

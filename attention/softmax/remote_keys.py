@@ -1,7 +1,7 @@
 """attention.forward of parts of queries whose keys and values lie in two places: a rank's own, and what came from others, which
-nobody puts together (held.Apart). The others' may still be on their way: then a thread block waits, before it reads a block of
-keys, until that has come (held.Arriving); blocks are read from the last to the first. For attention.parallel, on Hopper. The
-bits are those of forward, as blocks of keys are the same, in the same order."""
+nobody puts together (key_sources.Apart). The others' may still be on their way: then a thread block waits, before it reads a
+block of keys, until that has come (key_sources.Arriving); blocks are read from the last to the first. For attention.parallel,
+on Hopper. The bits are those of forward, as blocks of keys are the same, in the same order."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from tiles.schema import Problem, Schema
 from ..families import needs_hopper
 from .assembled import assembled
 from .gradient import ONCE
-from .held import BLOCK, Apart, Arriving
+from .key_sources import BLOCK, Apart, Arriving
 from .launches import config_of, launch, sequences_of
 from .planning import check_extents, scale_of
 
@@ -39,7 +39,7 @@ APART, ARRIVING = Schema("forward_apart", ARRAYS + RESULTS), Schema("forward_arr
 class Seen(NamedTuple):
     """What calls are told. keys: how many there are. first, end, second, second_end: the two spans of them, from .. to, of
     which own_k and own_v have the rows, one span behind the other; k and v have those of all others. Spans begin and end at
-    multiples of held.BLOCK, or where keys end. causal, scale: as forward's."""
+    multiples of key_sources.BLOCK, or where keys end. causal, scale: as forward's."""
 
     keys: int
     first: int
@@ -59,12 +59,13 @@ def arriving(
     q: Any, k: Any, v: Any, lengths_k: Any, own_k: Any, own_v: Any, arrived: Any, awaits: Any, seen: Seen
 ) -> tuple[Any, Any]:
     """The same while k and v are copied to. arrived: (1) of int32, how many copies are done; it grows meanwhile. awaits:
-    (blocks + 1) of int32, how many of them must be before each block of held.BLOCK keys is here, and how many there are."""
+    (blocks + 1) of int32, how many of them must be before each block of key_sources.BLOCK keys is here, and how many there
+    are."""
     return _arriving(None, (q, k, v, lengths_k, own_k, own_v, arrived, awaits, None, None), seen, "bshd")
 
 
 def serves(device: Any, head_dim: int, value_dim: int) -> bool:
-    """Are these functions for a device of torch's, and heads of which blocks of keys are parts of held.BLOCK?"""
+    """Are these functions for a device of torch's, and heads of which blocks of keys are parts of key_sources.BLOCK?"""
     return hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
 
 

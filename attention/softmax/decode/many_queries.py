@@ -1,5 +1,5 @@
 """Where there are many query tokens: forward's kernels serve them, whose tiles have more rows, of one head each, over keys that
-are held in caches (held.py, sequences.py)."""
+are held in caches (key_sources.py, sequences.py)."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tiles.schema import Problem
 
 from ...families import choose
 from ..assembled import Assembled
-from ..held import Along, InCaches, InPages
+from ..key_sources import Along, InCaches, InPages
 from ..launches import Shape, config_of, launch, variant_arrays
 from ..sequences import Cached, PackedCached
 

@@ -1,5 +1,5 @@
 """What fp8's numbers are to be multiplied by, as objects with the same methods: a number of each head, or of each block of rows
-and head. eight_bits.py makes scores and outputs of them."""
+and head. hopper_fp8.py makes scores and outputs of them."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from ops import columns, exp2, hstack, lane_sum, log2, maximum, row_max
 from tiles import inlined, static
 from tiles.arguments import array
 
-from ..cache.narrowing import BLOCK
+from ..cache.quantize_kernels import BLOCK
 
 LEAST = 2.0**-100  # of the unit of scores
 LEAST_VALUE = 2.0**-60  # of that of a block's values: of a block of zeros it may be any
@@ -50,7 +50,7 @@ class OfHeads:
 
     @inlined
     def of_queries(self, told, row, head, unit):
-        """The unit of some queries' scores, as far as it is the same for all keys. told: see eight_bits.Units."""
+        """The unit of some queries' scores, as far as it is the same for all keys. told: see hopper_fp8.Units."""
         scores = self.of(told.q, told.batch, told.kv_head) * self.of(told.k, told.batch, told.kv_head) * unit
         return max(scores, float32(LEAST))
 
@@ -72,7 +72,7 @@ class OfHeads:
     @inlined
     def weighed(self, s, below, lifted, seen, tile, measured, of):
         """What has been seen with a tile's scores, but for their sum, and their weights. below: what is subtracted from a row's
-        scores, or None; lifted: the same for higher weights. measured: have scores no unit any more? of: an eight_bits.Tile."""
+        scores, or None; lifted: the same for higher weights. measured: have scores no unit any more? of: an hopper_fp8.Tile."""
         seen = seen.moved(s, below, of.scale, of.slack)
         return seen, seen.weights(s, lifted, of.scale)
 

@@ -1,12 +1,12 @@
-"""Lists of tiles of queries: blocks.py, from the side of the keys.
+"""Lists of tiles of queries: key_block_lists.py, from the side of the keys.
 
 The same survey finds the classes of all tiles of queries and blocks of keys. `Gathering` then goes through those of a block of
 keys, for all query heads that share its head, and writes its list, a row of integers: how many tiles of queries see some of its
 keys; how many of them must be masked; the numbers of those, and from the end of the row on backwards the numbers of the others,
 both from the first on.
 
-Blocks that add to dQ in order (order.py) must know how many blocks before them add to a tile, too: those whose lists have it.
-`Ranking` goes through the blocks of keys for a tile of queries, and counts them."""
+Blocks that add to dQ in order (dq_order.py) must know how many blocks before them add to a tile, too: those whose lists have
+it. `Ranking` goes through the blocks of keys for a tile of queries, and counts them."""
 
 import functools
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from tiles.arrays import Operand
 from tiles.layout import LANES
 
 from ..assembled import Assembled
-from ..blocks import CLASSES, HEAD, LISTS, WARPS, Survey
+from ..key_block_lists import CLASSES, HEAD, LISTS, WARPS, Survey
 from ..launches import Before
 from ..variants import At, Variant
 from .tiling import Facing, Tiles

@@ -27,7 +27,7 @@ from tiles.launch import kernel_for
 from tiles.layout import LANES
 from tiles.program import Step
 
-from .normed import AS_THEY_ARE, AsTheyAre, Layer, Rms
+from .row_norms import AS_THEY_ARE, AsTheyAre, Layer, Rms
 from .scales import COLUMNS, HEADS, Found, Given, New, Unscaled, X, first_of, pairs_of, second_of
 
 WARPS = 4  # of a thread block, one a token

@@ -7,21 +7,21 @@ from typing import Any
 from tiles import dtype, st
 from tiles.arguments import Record, record
 
-from .blocks import Listed
-from .brought import Nothing, Tiles
-from .held import Along, InPages
+from .bias_tiles import Nothing, Tiles
+from .key_block_lists import Listed
+from .key_sources import Along, InPages
 from .sequences import Batched, Cached
 from .tiling import Tiling
 from .variants import Variant, arrays_of
 
 
 def in_pages(parts: int = 1) -> dict[str, Any]:
-    """What a Kind says of sequences whose keys and values are cached in pages."""
+    """The fields of a BaseConfig for sequences whose keys and values are cached in pages."""
     return {"lie": Cached, "held": InPages(parts)}
 
 
 @dataclass(frozen=True)
-class Kind:
+class BaseConfig:
     """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; where their keys and values
     are held; how many axes each array has that the variant's functions read; whether lists say which blocks of keys a tile
     sees; whether the output is of float32, and whether it joins what queries have seen of other keys."""

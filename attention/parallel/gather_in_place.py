@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..softmax import elsewhere
-from ..softmax.held import BLOCK
+from ..softmax import remote_keys
+from ..softmax.key_sources import BLOCK
 from .moves import Strided, Way, made_like, strided
 from .orders import Span, Spans
 from .peers import Peers
@@ -33,7 +33,7 @@ class Others:
         at_blocks = all([end % BLOCK == 0 or end == call.keys for span in own for end in span])
         if piece is None or not (its.by_rows and its.receives and at_blocks and len(own) <= 2 and k.shape[0] == 1):
             return None
-        return Others(k, v, own, its, piece, call) if elsewhere.serves(k.device, *call.head_dims) else None
+        return Others(k, v, own, its, piece, call) if remote_keys.serves(k.device, *call.head_dims) else None
 
     def attend(self, peers: Peers, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
@@ -44,7 +44,7 @@ class Others:
         receives = [(rank, strided(keys, *part) if part else keys) for rank, part in of_keys.receives]
         receives += [(rank, strided(values, *part) if part else values) for rank, part in of_values.receives]
         peers.exchange(sends, receives).wait()
-        return elsewhere.apart(q, keys, values, self.lengths, k, v, self.seen)
+        return remote_keys.apart(q, keys, values, self.lengths, k, v, self.seen)
 
 
 class _Parts:
@@ -64,12 +64,12 @@ class _Parts:
         self.receives = [(rank, part(first, n, rows)) for rank, first, (_, n) in zip(its.receives, before, there)]
 
 
-def seen_of(piece: Piece, own: Spans, call: Call) -> elsewhere.Seen:
+def seen_of(piece: Piece, own: Spans, call: Call) -> remote_keys.Seen:
     """What such a call is told."""
     end = piece.keys.stop
     first, second = (own + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
-    return elsewhere.Seen(end, *spans, bool(call.told.get("causal")), call.told.get("scale"))
+    return remote_keys.Seen(end, *spans, bool(call.told.get("causal")), call.told.get("scale"))
 
 
 def before_it(spans: Spans, key: int) -> int:

@@ -15,13 +15,13 @@ from ops import divmod, load, subtile, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..kind import Kind
+from ..base_config import BaseConfig
 from ..scores import BiasedByTile
-from ..seen import CAUSAL
 from ..sequences import Batched
 from ..variants import At, Both
-from .again import Added
-from .by_keys import ByKeys
+from ..visible_keys import CAUSAL
+from .base_config import BackwardConfig
+from .recomputed_scores import Added
 from .results import of_sums
 
 CONSUMERS, REGISTERS = 2, (40, 232)  # registers a thread of producer and consumer
@@ -30,7 +30,7 @@ STAGES = 2
 
 
 @dataclass(frozen=True)
-class Config(Kind):
+class Config(BaseConfig):
     """A kernel's shape. others: queries of the main kernel's tiles, of which `prepare` left two numbers a row. adds: is the
     gradient added to what is there?"""
 
@@ -47,14 +47,14 @@ class Config(Kind):
         return super().__str__() + f", {self.others} others" + ", adds" * self.adds
 
 
-def serves(main: ByKeys, read: Added) -> bool:
+def serves(main: BackwardConfig, read: Added) -> bool:
     """Is this kernel for the gradient of a bias, which `read` reads, where this is the main kernel's configuration?"""
     variant = main.variant
     plain = main.lie is Batched and not (main.by_list or main.axes or variant.draws)
     return variant.brings is not None and main.head_dim in KV and plain and read.both is None
 
 
-def config_for(main: ByKeys) -> Config:
+def config_for(main: BackwardConfig) -> Config:
     """The configuration that serves where this is the main kernel's."""
     shape = main.head_dim, main.value_dim, main.dtype, main.variant, KV[main.head_dim]
     return Config(*shape, axes=main.axes, others=main.rows, adds=main.adds)

@@ -9,7 +9,7 @@ from places import BF16, OnCard, OnInterpreter
 
 import attention
 from attention import reference
-from attention.softmax import eight_bits, forward
+from attention.softmax import forward, hopper_fp8
 from tiles.frameworks import describe
 
 E4M3, FP16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
@@ -116,7 +116,7 @@ def test_descales_of_blocks(seq_q, seq_kv, head_dim, options):
 
 def test_two_blocks_a_tile(monkeypatch):
     """What many keys are served with; the diagonal goes through both."""
-    monkeypatch.setattr(eight_bits, "SHORT", 0)
+    monkeypatch.setattr(hopper_fp8, "SHORT", 0)
     q, k, v = inputs(1, 210, 410, 2, 1, 128)
     for names in (), UNITS[:2]:
         agree(OnInterpreter(), q, k, v, causal=True, **block_units(q, k, v, *names))
@@ -199,15 +199,15 @@ def turned_before(monkeypatch):
     """V is turned by a kernel before, wherever there is one for it, and read as for so many keys."""
 
     def of(keys=0):
-        shape = eight_bits.turned_shape
-        monkeypatch.setattr(eight_bits, "turned_shape", lambda padded, _: shape(padded, keys))
-        monkeypatch.setattr(eight_bits, "pays_to_turn", lambda padded, *_: shape(padded, keys) is not None)
+        shape = hopper_fp8.turned_shape
+        monkeypatch.setattr(hopper_fp8, "turned_shape", lambda padded, _: shape(padded, keys))
+        monkeypatch.setattr(hopper_fp8, "pays_to_turn", lambda padded, *_: shape(padded, keys) is not None)
 
     of()
     return of
 
 
-FORMS = [(dim, keys) for dim, shapes in eight_bits.TURNED.items() for keys in shapes]
+FORMS = [(dim, keys) for dim, shapes in hopper_fp8.TURNED.items() for keys in shapes]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_variants_have_their_values_turned_by_the_producer(turned_before):
 
 @pytest.mark.parametrize("values", [True, False], ids=["of values, too", "of keys"])
 def test_values_turned_before_with_descales_of_blocks(turned_before, place, monkeypatch, values):
-    monkeypatch.setattr(eight_bits, "SHORT", 0)  # of few keys it gains nothing
+    monkeypatch.setattr(hopper_fp8, "SHORT", 0)  # of few keys it gains nothing
     q, k, v = inputs(1, 211, 301, 2, 1, 128)
     agree(place, q, k, v, causal=True, **block_units(q, k, v, *(UNITS if values else UNITS[:2])))
 
@@ -268,7 +268,7 @@ def test_values_turned_before_with_descales_of_blocks(turned_before, place, monk
 @pytest.mark.gpu
 def test_values_turned_before_on_the_card(card):
     """Where nobody asks for it: many queries read them."""
-    assert eight_bits.pays_to_turn(128, 2100, 700, 12, 4, 132)
+    assert hopper_fp8.pays_to_turn(128, 2100, 700, 12, 4, 132)
     agree(card, *inputs(1, 2100, 700, 12, 3, 128), **units(1, 3))
     agree(card, *inputs(1, 2100, 2300, 12, 3, 128), causal=True)
     agree(card, *inputs(1, 2100, 8200, 12, 3, 128))
@@ -290,7 +290,7 @@ def test_values_turned_before_on_the_card(card):
     ],
 )
 def test_when_it_pays_to_turn_values_before(problem, pays):
-    assert eight_bits.pays_to_turn(*problem) is pays
+    assert hopper_fp8.pays_to_turn(*problem) is pays
 
 
 def test_what_turns_values_is_launched_before():

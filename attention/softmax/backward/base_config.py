@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from tiles import fp32, st, sv
 from tiles.arguments import Record, record
 
-from ..kind import Kind
-from .lists import facing
-from .order import UNORDERED, Ordered, Unordered
+from ..base_config import BaseConfig
+from .dq_order import UNORDERED, Ordered, Unordered
+from .query_lists import facing
 from .results import Added, Written
 from .slopes import UNASKED, Unasked
 from .tiling import Facing
 
 
 @dataclass(frozen=True)
-class ByKeys(Kind):
-    """queries: rows of a tile. ordered, stores: see order.py. adds: see results.py. learns: see slopes.py."""
+class BackwardConfig(BaseConfig):
+    """queries: rows of a tile. ordered, stores: see dq_order.py. adds: see results.py. learns: see slopes.py."""
 
     queries: int
     ordered: bool = field(default=False, kw_only=True)

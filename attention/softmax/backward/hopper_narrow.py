@@ -22,10 +22,10 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import variants
-from ..seen import CAUSAL, FULL
 from ..variants import At
-from . import hopper, ways
-from .ways import CONSUMERS, FILLER, READERS, SENDER, SENDERS
+from ..visible_keys import CAUSAL, FULL
+from . import hopper, hopper_pipeline
+from .hopper_pipeline import CONSUMERS, FILLER, READERS, SENDER, SENDERS
 
 GATHERER, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup and the fourth
 REGISTERS = (24, 136, 176)  # a thread of the producer, of the gatherer, of a consumer
@@ -150,7 +150,7 @@ def make(config: Config):
         stored(PARTS * j + 1, part, dq)
         return dk
 
-    bring, send, following = ways.bringing(config), ways.sending(config), ways.going(config)
+    bring, send, following = hopper_pipeline.bringing(config), hopper_pipeline.sending(config), hopper_pipeline.going(config)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(

@@ -150,7 +150,7 @@ class Ordered(Turns):
     begin at once wait when they begin, each for the tile of the one before it, and then follow at that distance. (From the
     first query to the last, where later queries see more keys, each would wait until the one before it has come to where it
     begins itself.) That line is short if there are several pairs at once: launches.band_of. Where lists say which tiles see a
-    block, only blocks whose lists have a tile count, and a block waits for these alone: lists.Ranking."""
+    block, only blocks whose lists have a tile count, and a block waits for these alone: query_lists.Ranking."""
 
     def __str__(self):
         return " ordered" + " stores" * self.stores
