@@ -10,7 +10,7 @@ from judged import inputs, there
 from judged_gradients import NOISE, agree
 from places import RANDOMLY, OnCard, OnInterpreter
 from test_backward import call
-from test_blocks import block_mask, drawn
+from test_key_block_lists import block_mask, drawn
 
 import attention
 from attention import reference
