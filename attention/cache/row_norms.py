@@ -82,12 +82,10 @@ class Rms(AsTheyAre):
 
     @inlined
     def columns(self, x, part, of_rows, head, col, given):
-        """See AsTheyAre."""
         return x * of_rows[1] * load(self.weights(given)[0], part, (head, col))
 
     @inlined
     def half(self, x, part, of_rows, head, which, pair, given):
-        """See AsTheyAre."""
         return x * of_rows[1] * load(self.weights(given)[1], part, (head, which, pair), 0, 2)
 
 
@@ -110,7 +108,6 @@ class Layer(Rms):
 
     @inlined
     def of_rows(self, gX, part, at, given):
-        """See Rms."""
         sums, squares = zeros(part.col_vec), zeros(part.col_vec)
         for col in range(0, gX.shape[3], part.cols):
             sums = sums + row_sum(load(gX, part, (at[0], at[1], at[2], col)))
@@ -122,12 +119,10 @@ class Layer(Rms):
 
     @inlined
     def columns(self, x, part, of_rows, head, col, given):
-        """See AsTheyAre."""
         x = (x - of_rows[0]) * of_rows[1] * load(self.weights(given)[0], part, (head, col))
         return x + load(self.bias(given)[0], part, (head, col))
 
     @inlined
     def half(self, x, part, of_rows, head, which, pair, given):
-        """See AsTheyAre."""
         x = (x - of_rows[0]) * of_rows[1] * load(self.weights(given)[1], part, (head, which, pair), 0, 2)
         return x + load(self.bias(given)[1], part, (head, which, pair), 0, 2)

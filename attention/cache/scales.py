@@ -86,12 +86,10 @@ class Given(Unscaled):
 
     @inlined
     def of(self, gScale, sequence, there, head, of_key, new, norm):
-        """See Unscaled."""
         return maximum(load(gScale, X.col_vec, (sequence, head)), LEAST)
 
     @inlined
     def held(self, x, scale):
-        """See Unscaled."""
         return self.to(x / scale)
 
 
@@ -103,17 +101,14 @@ class Found(Given):
 
     @property
     def array(self) -> Any:
-        """See Unscaled."""
         return array(3)
 
     @property
     def whole(self) -> bool:
-        """See Unscaled."""
         return True
 
     @inlined
     def of(self, gScale, sequence, there, head, of_key, new, norm):
-        """See Unscaled."""
         top, at, pairs = zeros(X.col_vec), new.at, new.cos.shape[1]
         if of_key:
             of_rows = norm.of_rows(new.k, X, (at[0], at[1], head), new.given)

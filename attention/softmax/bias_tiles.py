@@ -75,45 +75,37 @@ class Tiles(Nothing):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Nothing."""
         return {"bias": tiled(self.tile, 4, 2, 3, unit=1)}
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
-        """See Nothing."""
         return {"tiles": ring(self.tile, stages, readers)}
 
     @inlined
     def open(self, smem):
-        """See Nothing."""
         return smem.open()
 
     @inlined
     def fill(self, ring, j, given, at):
-        """See Nothing."""
         ring.fill(j, given.bias, at)
 
     @inlined
     def pass_by(self, ring, j):
-        """See Nothing."""
         ring.wait(j)
         ring.release(j)
 
     @inlined
     def by_queries(self, ring, j, at, part):
-        """See Nothing."""
         x = warpgroup.load(subtile(ring.wait(j), ROWS, part), rt(16, self.keys, self.dtype))
         ring.release(j)
         return at._replace(given=at.given._replace(bias=x))
 
     @inlined
     def own_rows(self, tile, at, part):
-        """See Nothing."""
         x = warpgroup.load(subtile(tile, ROWS, part), rt(16, self.keys, self.dtype), fenced=False)
         return at._replace(given=at.given._replace(bias=x))
 
     @inlined
     def give_back(self, ring, j, fenced=False):
-        """See Nothing."""
         if not fenced:
             raw.fence_async()
             cuda.syncwarp()
@@ -121,7 +113,6 @@ class Tiles(Nothing):
 
     @inlined
     def by_keys(self, ring, j, at, part):
-        """See Nothing."""
         own = subtile(ring.wait(j), self.queries, 0, ROWS, part)
         x = turned(warpgroup.load_transposed(own, rt(16, self.queries, self.dtype), fenced=False))
         return at._replace(given=at.given._replace(bias=x))

@@ -60,7 +60,6 @@ class Blocked(Unforeseen):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         return where(self.classes(s, i, j, at, key) > 0, s, hidden)
 
@@ -73,7 +72,6 @@ class BlockedMask(Blocked):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         found = self.classes(s, i, j, at, key)
         seen = (found == WHOLE) | ((found == PARTIAL) & self.function(at.batch, at.head, i, j, *at.aux))

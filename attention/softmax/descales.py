@@ -101,17 +101,14 @@ class OfBlocks(OfHeads):
         return " by block" + " of values, too" * self.values + " but of keys" * (not self.keys)
 
     def of_tiles(self, kv: int) -> "OfBlocks":
-        """See OfHeads."""
         return OfBlocks(self.values, self.keys, 2 if kv > BLOCK else 1)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
-        """See OfHeads."""
         return array(4), array(3), array(3 if self.values else 2)
 
     @inlined
     def of_queries(self, told, row, head, unit):
-        """See OfHeads."""
         if told.q.shape[0] > 0:
             block, member = int32(min(row // BLOCK, told.q.shape[1] - 1)), head - told.kv_head * told.q.shape[3]
             unit = unit * told.q[told.batch, block, told.kv_head, member]
@@ -119,7 +116,6 @@ class OfBlocks(OfHeads):
 
     @inlined
     def of_tile(self, told, key, unit):
-        """See OfHeads."""
         block = int32(max(0, key // BLOCK))
         first, second = self.within(block, told), self.within(block + 1, told)
         scores = self.of_keys(told, first) * unit, self.of_keys(told, second) * unit
@@ -153,7 +149,6 @@ class OfBlocks(OfHeads):
 
     @inlined
     def of_output(self, told, unit):
-        """See OfHeads."""
         if self.values:
             return float32(unit)
         else:
@@ -161,7 +156,6 @@ class OfBlocks(OfHeads):
 
     @inlined
     def measured(self, s, tile, unit):
-        """See OfHeads."""
         return s * max(tile.scores[0], float32(LEAST))
 
     @inlined
@@ -184,7 +178,6 @@ class OfBlocks(OfHeads):
 
     @inlined
     def weighed(self, s, below, lifted, seen, tile, measured, of):
-        """See OfHeads."""
         score, scale, per_scale = float32(1.0) if measured else tile.scores[0], of.scale, of.per_scale()
         if self.each == 2:
             left, right = columns(s, BLOCK, 0), columns(s, BLOCK, 1)
@@ -204,7 +197,6 @@ class OfBlocks(OfHeads):
 
     @inlined
     def summed(self, seen, p, tile):
-        """See OfHeads."""
         if not self.values:
             return seen.add(p)
         elif self.each == 2:

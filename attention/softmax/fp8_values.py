@@ -68,16 +68,13 @@ class Before(ByProducer):
     behind = 0
 
     def source(self, keys: int, columns: int) -> gl:
-        """See ByProducer."""
         return tiled(st(columns, keys, fp8e4m3), 4, 2, 3)
 
     def rings(self, keys: int, columns: int, stages: int, readers: int) -> dict[str, ring]:
-        """See ByProducer."""
         return {"turned": ring(st(columns, keys, fp8e4m3), stages, readers)}
 
     @inlined
     def opened(self, items):
-        """See ByProducer."""
         q, k, turned = items
         return q, k, Values(0, turned)
 

@@ -34,7 +34,6 @@ class Listed(Tiling):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Tiling."""
         return {"lists": LISTS}
 
     @property
@@ -44,14 +43,12 @@ class Listed(Tiling):
 
     @inlined
     def key_blocks(self, row, at):
-        """See Tiling."""
         tile = row // self.rows
         n, cut = at.given.lists[at.batch, at.head, tile, 0], at.given.lists[at.batch, at.head, tile, 1]
         return Blocks(int32(0), int32(n), int32(0), int32(cut))
 
     @inlined
     def key(self, blocks, i, at):
-        """See Tiling."""
         i = min(i, blocks.n - 1)  # kernels ask ahead
         place = HEAD + i if i < blocks.cut else at.given.lists.shape[3] - 1 - i + blocks.cut
         return int32(at.given.lists[at.batch, at.head, at.row // self.rows, place] * self.kv)

@@ -70,7 +70,6 @@ class Apart(Along):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Along."""
         arrays = {"own_k": tiled(self.key, unit=1), "own_v": tiled(self.value, unit=1)}
         return arrays | dict.fromkeys(("own_first", "own_end", "own_second", "own_second_end"), INT)
 
@@ -98,12 +97,10 @@ class Apart(Along):
 
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
-        """See Along."""
         self.fill_from(ring, j, given.own_k, source, own, key, head, given)
 
     @inlined
     def fill_values(self, ring, j, source, own, number, key, head, given):
-        """See Along."""
         self.fill_from(ring, j, given.own_v, source, own, key, head, given)
 
 
@@ -115,7 +112,6 @@ class Arriving(Apart):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Along."""
         return super().given | {"arrived": ENDS, "awaits": ENDS}
 
     def __str__(self):
@@ -132,7 +128,6 @@ class Arriving(Apart):
 
     @inlined
     def come(self, seen, key, given):
-        """See Along."""
         if seen < ALL:
             awaited = int32(given.awaits[key // BLOCK])
             if seen < awaited:
@@ -147,7 +142,6 @@ class InCaches(Along):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Along."""
         return {"batch_index": ENDS}
 
     def __str__(self):
@@ -160,12 +154,10 @@ class InCaches(Along):
 
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
-        """See Along."""
         ring.fill(j, source, (self.batch(number, given), key, head))
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
-        """See Along."""
         pipe.fill(j, source, (self.batch(number, given), key, head, 0), 1, 3, n, piece)
 
 
@@ -179,12 +171,10 @@ class InPages(Along):
     parts: int
 
     def source(self, tile: st) -> gl:
-        """See Along."""
         return tiled(st(tile.rows // self.parts, tile.cols, tile.dtype), unit=1)
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Along."""
         return {"pages": TABLE, "page_size": INT}
 
     def __str__(self):

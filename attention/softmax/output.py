@@ -64,12 +64,10 @@ class Unrounded(Stored):
     """The same in float32, for who goes on adding."""
 
     def declared(self, value_dim: int, of: dtype) -> Any:
-        """See Stored."""
         return array(4, fp32)
 
     @inlined
     def write(self, gO, o, at):
-        """See Stored."""
         warpgroup.store(gO, o, at, rows=1, cols=3)
 
 
@@ -95,7 +93,6 @@ class Sent(Stored):
 
     @inlined
     def store(self, gO, o, queries, own, row, head):
-        """See Stored."""
         warpgroup.store(queries, queries.dtype(o))
         warpgroup.tma_store(gO, (own.batch, own.query + row, head), queries)
 

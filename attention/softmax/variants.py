@@ -209,12 +209,10 @@ class Unforeseen(Variant):
 
     @inlined
     def keys(self, first, last, at):
-        """See Variant."""
         return Keys(0, at.keys, at.keys, 0)
 
     @inlined
     def seers(self, first, last, at):
-        """See Variant."""
         return Queries(0, at.queries, at.queries, 0)
 
 
@@ -230,7 +228,6 @@ class Both(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant."""
         return self.one.given | self.other.given
 
     @property
@@ -248,7 +245,6 @@ class Both(Variant):
 
     @inlined
     def queries(self, x, of_queries, at, col):
-        """See Variant."""
         if self.one.prepares:
             return self.one.queries(x, of_queries, at, col)
         else:
@@ -256,7 +252,6 @@ class Both(Variant):
 
     @inlined
     def ahead(self, spec, col, given):
-        """See Variant."""
         if self.one.prepares:
             return self.one.ahead(spec, col, given)
         else:
@@ -264,7 +259,6 @@ class Both(Variant):
 
     @inlined
     def queries_by(self, x, of_queries, ahead, at, col):
-        """See Variant."""
         if self.one.prepares:
             return self.one.queries_by(x, of_queries, ahead, at, col)
         else:
@@ -272,7 +266,6 @@ class Both(Variant):
 
     @inlined
     def keys(self, first, last, at):
-        """See Variant."""
         one, other = self.one.keys(first, last, at), self.other.keys(first, last, at)
         return Keys(
             max(one.first, other.first),
@@ -283,7 +276,6 @@ class Both(Variant):
 
     @inlined
     def seers(self, first, last, at):
-        """See Variant."""
         one, other = self.one.seers(first, last, at), self.other.seers(first, last, at)
         return Queries(
             max(one.first, other.first),
@@ -294,29 +286,24 @@ class Both(Variant):
 
     @inlined
     def keep(self, at):
-        """See Variant."""
         return self.one.keep(at), self.other.keep(at)
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         s = self.one.score(s, at._replace(kept=at.kept[0]), key)
         return self.other.score(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def fetch(self, spec, at, key):
-        """See Variant."""
         return self.one.fetch(spec, at, key), self.other.fetch(spec, at, key)
 
     @inlined
     def score_by(self, s, fetched, at, key):
-        """See Variant."""
         s = self.one.score_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
         return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
 
     @inlined
     def bent(self, s, at, key):
-        """See Variant."""
         s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
         s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
         if self.one.bends and self.other.bends:
@@ -328,7 +315,6 @@ class Both(Variant):
 
     @inlined
     def added(self, s, at, key, scale):
-        """See Variant."""
         if self.one.adds and self.other.adds:
             one = self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
             return one + self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
@@ -347,29 +333,24 @@ class Both(Variant):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         return self.other.mask(self.one.mask(s, at, key, hidden), at, key, hidden)
 
     @inlined
     def drop(self, p, at, key):
-        """See Variant."""
         p = self.one.drop(p, at._replace(kept=at.kept[0]), key)
         return self.other.drop(p, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def output(self, o, at):
-        """See Variant."""
         return self.other.output(self.one.output(o, at), at)
 
     @inlined
     def marked(self, p, at, key):
-        """See Variant."""
         p = self.one.marked(p, at._replace(kept=at.kept[0]), key)
         return self.other.marked(p, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def left(self, p):
-        """See Variant."""
         return self.other.left(self.one.left(p))
 
     @inlined
@@ -382,12 +363,10 @@ class Both(Variant):
 
     @inlined
     def lowest(self, at):
-        """See Variant."""
         return maximum(self.one.lowest(at), self.other.lowest(at))
 
     @inlined
     def total(self, l, m, scale, at):
-        """See Variant."""
         return self.other.total(self.one.total(l, m, scale, at), m, scale, at)
 
 

@@ -28,17 +28,14 @@ class Causal(Variant):
 
     @inlined
     def keys(self, first, last, at):
-        """See Variant."""
         return Keys(0, min(at.keys, last + at.shift + 1), 0, min(at.keys, first + at.shift + 1))
 
     @inlined
     def seers(self, first, last, at):
-        """See Variant."""
         return Queries(max(0, first - at.shift), at.queries, max(0, last - at.shift), at.queries)
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         return causal(s, at.row + at.shift - key, hidden)
 
 
@@ -50,24 +47,20 @@ class Right(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant."""
         return {"right": INT}
 
     @inlined
     def keys(self, first, last, at):
-        """See Variant."""
         edge = at.shift + at.given.right + 1
         return Keys(0, min(at.keys, last + edge), 0, min(at.keys, first + edge))
 
     @inlined
     def seers(self, first, last, at):
-        """See Variant."""
         edge = at.shift + at.given.right
         return Queries(max(0, first - edge), at.queries, max(0, last - edge), at.queries)
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         return causal(s, at.row + at.shift + at.given.right - key, hidden)
 
 
@@ -79,24 +72,20 @@ class Left(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant."""
         return {"left": INT}
 
     @inlined
     def keys(self, first, last, at):
-        """See Variant."""
         edge = at.shift - at.given.left
         return Keys(max(0, first + edge), at.keys, max(0, last + edge), at.keys)
 
     @inlined
     def seers(self, first, last, at):
-        """See Variant."""
         edge = at.shift - at.given.left
         return Queries(0, min(at.queries, last - edge + 1), 0, min(at.queries, first - edge + 1))
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         return triu(s, at.row + at.shift - at.given.left - key, hidden)
 
 
@@ -108,7 +97,6 @@ class Masked(Unforeseen):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         return where(self.function(at.batch, at.head, i, j, *at.aux), s, hidden)
 

@@ -48,7 +48,6 @@ class Config(BackwardConfig):
 
     @property
     def in_order(self) -> Ordered:
-        """See BackwardConfig."""
         return Ordered(self.warps, False)
 
     @property

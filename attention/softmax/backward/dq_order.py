@@ -99,28 +99,23 @@ class Turns(Unordered):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Unordered."""
         return {"turns": TURNS}
 
     @property
     def clears(self) -> bool:
-        """See Unordered."""
         return not self.stores
 
     @inlined
     def begin(self, given, pair, tile):
-        """See Unordered."""
         for line in range(self.lines):
             given.turns[pair, self.lines * tile + line] = int32(0)
 
     @inlined
     def take(self, given, pair, tile, line, behind):
-        """See Unordered."""
         wait_count(given.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
 
     @inlined
     def add(self, sums, at, part, behind):
-        """See Unordered."""
         if self.stores:
             if behind == 0:
                 tma_store(sums, at, part)
@@ -131,7 +126,6 @@ class Turns(Unordered):
 
     @inlined
     def give(self, given, pair, tile, line, behind):
-        """See Unordered."""
         turn = pair, int32(self.lines * tile + line)
         if self.in_bulk:
             stores_done()
@@ -157,17 +151,14 @@ class Ordered(Turns):
 
     @inlined
     def nth(self, n, i):
-        """See Unordered."""
         return int32(n - 1 - i)
 
     @inlined
     def start(self, tiles):
-        """See Unordered."""
         return int32(tiles.first + tiles.n - 1)
 
     @inlined
     def following(self, tiles, head, tile):
-        """See Unordered."""
         tile = int32(tile - 1)
         if tile < tiles.first:
             head, tile = int32(head + 1), int32(tiles.first + tiles.n - 1)
@@ -198,7 +189,6 @@ class Snaking(Ordered):
 
     @inlined
     def place(self, tiling, number, blocks, pairs, band):
-        """See Unordered."""
         block, pair = tiling.place(number, blocks, pairs, band)
         if block % (2 * GROUP) < GROUP:
             first = block - block % GROUP
@@ -227,7 +217,6 @@ class Heading(Turns):
 
     @inlined
     def place(self, tiling, number, blocks, pairs, band):
-        """See Unordered."""
         block, pair = tiling.place(number, blocks, pairs, band)
         return int32(blocks - 1 - block), pair
 

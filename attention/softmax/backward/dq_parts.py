@@ -74,22 +74,18 @@ class ByColumns(ByRows):
 
     @property
     def count(self) -> int:
-        """See ByRows."""
         return self.columns // ROWS
 
     @property
     def across(self) -> int:
-        """See ByRows."""
         return self.queries
 
     @inlined
     def product(self, n, ds, keys):
-        """See ByRows."""
         return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, ROWS, n), ds)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
-        """See ByRows."""
         result.store(gDQ, transpose(result.dtype(x)), (batch, row, head, BAND * band), True)
 
 
@@ -103,7 +99,6 @@ class Held(ByRows):
 
     @property
     def count(self) -> int:
-        """See ByRows."""
         return self.queries * self.columns // (BAND * PANEL)
 
     @inlined
@@ -113,17 +108,14 @@ class Held(ByRows):
 
     @property
     def width(self) -> int:
-        """See ByRows."""
         return self.columns
 
     @property
     def rows(self) -> int:
-        """See ByRows."""
         return self.queries
 
     @property
     def bands(self) -> int:
-        """See ByRows."""
         return self.count
 
     @inlined
@@ -133,12 +125,10 @@ class Held(ByRows):
 
     @inlined
     def load(self, gSum, pair, tile, band):
-        """See ByRows."""
         return load_held(gSum, rt(BAND, PANEL, fp32), self.place(pair, tile, band), self.together)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
-        """See ByRows."""
         down, right = divmod(band, self.columns // PANEL)
         result.store(gDQ, x, (batch, row + BAND * down, head, PANEL * right), self.piece)
 

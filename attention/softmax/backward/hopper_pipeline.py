@@ -33,14 +33,12 @@ class Config(BackwardConfig):
 
     @property
     def in_order(self) -> Ordered:
-        """See BackwardConfig."""
         computed = self.lie is Batched and not self.by_list
         rising = self.variant.rising and self.variant.from_first and self.variant.within
         return (Snaking if computed and rising else Ordered)(1, True, SENDERS, self.stores)
 
     @property
     def in_any(self) -> Unordered:
-        """See BackwardConfig."""
         return Heading(1, True, SENDERS, True) if self.stores else UNORDERED
 
     @property

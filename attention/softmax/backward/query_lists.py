@@ -46,30 +46,25 @@ class Listed(Facing):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Tiling."""
         return {"lists": LISTS}
 
     @inlined
     def tiles(self, key, at, group):
-        """See Facing."""
         lists, head, block = at.given.lists, at.head // group, key // self.kv
         return Tiles(int32(0), int32(lists[at.batch, head, block, 0]), int32(lists[at.batch, head, block, 1]), int32(0))
 
     @inlined
     def tile(self, tiles, i, key, at, group):
-        """See Facing."""
         return self.number(tiles, max(0, min(i, tiles.n - 1)), key, at, group)  # kernels ask ahead
 
     @inlined
     def number(self, tiles, place, key, at, group):
-        """See Facing."""
         lists = at.given.lists
         place = HEAD + place if place < tiles.left else lists.shape[3] - 1 - place + tiles.left
         return int32(lists[at.batch, at.head // group, key // self.kv, place])
 
     @inlined
     def cut(self, tiles, i):
-        """See Facing."""
         return i < tiles.left
 
 
@@ -79,12 +74,10 @@ class Ranked(Listed):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Tiling."""
         return {"lists": LISTS, "ranks": LISTS}
 
     @inlined
     def before(self, block, tile, at, group):
-        """See Facing."""
         return int32(at.given.ranks[at.batch, at.head // group, tile, block])
 
 

@@ -55,7 +55,6 @@ class Slope(Added):
 
     @inlined
     def by(self, s, i, j, at):
-        """See Added."""
         distance = abs(i + at.shift - j)
         if self.both is None:
             return -distance
@@ -65,7 +64,6 @@ class Slope(Added):
 
     @inlined
     def place(self, i, j, at):
-        """See Added."""
         if self.each:
             return at.batch * at.given.slopes.shape[1] + at.head
         else:
@@ -81,12 +79,10 @@ class Element(Added):
 
     @inlined
     def by(self, s, i, j, at):
-        """See Added."""
         return self.derivative(s, at.batch, at.head, i, j, *at.aux)
 
     @inlined
     def place(self, i, j, at):
-        """See Added."""
         return self.which(at.batch, at.head, i, j, *at.aux)
 
 

@@ -36,22 +36,18 @@ class Added(Written):
 
     @inlined
     def store(self, array, x, at, piece):
-        """See Written."""
         store(array, x + load(array, rt(x.rows, x.cols, self.dtype, x.layout), at, 1, 3), at, 1, 3)
 
     @inlined
     def store_four(self, array, x, at):
-        """See Written."""
         warpgroup.store(array, x + warpgroup.load(array, rt(x.rows, x.cols, self.dtype), at, 1, 3), at, 1, 3)
 
     @inlined
     def store_sums(self, array, x, at):
-        """See Written."""
         store(array, x + load(array, rt(x.rows, x.cols, self.dtype, x.layout), at, 2, 3), at, 2, 3)
 
     @inlined
     def store_vector(self, array, x, spec, at):
-        """See Written."""
         store(array, x + load(array, spec, at), at)
 
 

@@ -56,24 +56,20 @@ class Asked(Unasked):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Unasked."""
         return {"found": array(2)}
 
     @inlined
     def begin(self, scores):
-        """See Unasked."""
         return lane_sum(zeros(scores))
 
     @inlined
     def add(self, sum, ds, at, key):
-        """See Unasked."""
         ds = turned(ds)
         distances = int32(at.row + at.shift - key) - row_index(ds.col_vec)  # of the first query from each key
         return sum + lane_moment(ds) + lane_sum(ds) * distances
 
     @inlined
     def give(self, sum, given, at, row):
-        """See Unasked."""
         given.found[row, at.head] = -tile_sum(finish_sum(sum))
 
 

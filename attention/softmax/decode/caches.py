@@ -68,33 +68,27 @@ class Indexed(Dense):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"batch_index": ENDS}
 
     @inlined
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         at = int32(given.batch_index[sequence]), key, head, 0
         pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         pipe.fill(j, truncate(source, 1, end), (int32(given.batch_index[sequence]), key) + head, cols=1, end=n)
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, given):
-        """See Dense."""
         copy_async(tile, truncate(source, 1, end), (int32(given.batch_index[sequence]), key, 0, col), 1, 3, self.piece)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, given):
-        """See Dense."""
         return load_unordered(truncate(source, 1, end), spec, (int32(given.batch_index[sequence]), key, 0, col), 1, 3, True)
 
     @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
-        """See Dense."""
         copy_async(vector, truncate(source, 1, end), (int32(given.batch_index[sequence]), key))
 
 
@@ -103,40 +97,32 @@ class Paged(Dense):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"pages": TABLE}
 
     @inlined
     def look(self, pipe, source, sequence, key, end, given):
-        """See Dense."""
         return pipe.look_up(given.pages, source.shape[1], (sequence, key), end)
 
     @inlined
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         pipe.fill_pages(j, source, found, (key, head, 0), end, n, self.piece)
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         pipe.fill_pages(j, source, found, (key,) + head, end, n)
 
     @inlined
     def find(self, part, source, sequence, key, end, given):
-        """See Dense."""
         return look_up(part, given.pages, source.shape[1], (sequence, key), end)
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, given):
-        """See Dense."""
         copy_pages(tile, source, found, (key, 0, col), end, self.piece)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, given):
-        """See Dense."""
         return load_pages(source, spec, found, (key, 0, col), end)
 
     @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
-        """See Dense."""
         copy_pages(vector, source, found, (key,), end)

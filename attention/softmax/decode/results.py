@@ -75,17 +75,14 @@ class Part(Whole):
 
     @inlined
     def joins(self, spot):
-        """See Whole."""
         return False
 
     @inlined
     def store(self, o, spot, col, given):
-        """See Whole."""
         store(given.parts, o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
     def store_sums(self, sums, scale, spot, given):
-        """See Whole."""
         store(given.sums, sums, (spot.part, spot.of, spot.head, spot.row))
 
 
@@ -94,13 +91,11 @@ class PartOfPacked(Part):
 
     @inlined
     def store(self, o, spot, col, given):
-        """See Whole."""
         end = int32((spot.last + 1) * spot.group)
         store(truncate(given.parts, 3, end), o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
     def store_sums(self, sums, scale, spot, given):
-        """See Whole."""
         end = int32((spot.last + 1) * spot.group)
         store(truncate(given.sums, 3, end), sums, (spot.part, spot.of, spot.head, spot.row))
 

@@ -95,7 +95,6 @@ class Shares(Parted):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Parted."""
         return self.reach.given if self.reach else {}
 
     @inlined
@@ -125,7 +124,6 @@ class Shares(Parted):
 
     @inlined
     def first(self, number, shares, sequences, tokens, given):
-        """See Parted."""
         each, every = self.each(shares, sequences, tokens, given)
         begin = int32(min(each * number, every - 1))
         sequence, before = self.find(begin, sequences, tokens, given)
@@ -134,7 +132,6 @@ class Shares(Parted):
 
     @inlined
     def next(self, work, tokens, given):
-        """See Parted."""
         left, sequence, tiles = int32(work.left - (work.end - work.tile)), work.sequence, work.tiles
         if left > 0:
             sequence = int32(sequence + 1)

@@ -63,7 +63,6 @@ class OneBehindTheOther(Alike):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Alike."""
         return {"ends": ENDS}
 
     @inlined
@@ -87,10 +86,8 @@ class OneBehindTheOther(Alike):
 
     @inlined
     def batch(self, sequence):
-        """See Alike."""
         return int32(0)
 
     @inlined
     def has(self, rows, group):
-        """See Alike."""
         return rows.row < rows.tokens * group
