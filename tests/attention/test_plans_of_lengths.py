@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from on_no_device import MEMORY, ROOM, Lent, fresh, lent
+from on_no_device import MEMORY, ROOM, Lent, fresh, lent, noting_driver
 
 from attention.cache.append import _append
 from attention.mla.decode import _mla_decode, _mla_decode_fp8
@@ -32,6 +32,14 @@ PROGRAMS |= {"decode": _decode, "decode_append": _decode_append}
 PROGRAMS |= {"mla_decode": _mla_decode, "mla_decode_fp8": _mla_decode_fp8}
 PROGRAMS |= {"forward": _forward, "linear_step": import_module("attention.recurrent.step")._linear_step}
 PROGRAMS |= {"backward": import_module("attention.softmax.backward.backward")._backward}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with noting_driver(monkeypatch) as noted:
+        yield noted
+
+
 COLUMNS = {
     "mla_decode": {"D": [576], "V": [512]},
     "mla_decode_fp8": {"D": [576], "V": [512], "K": [64]},
