@@ -217,9 +217,7 @@ def teach_numba(op):
             return lower
 
     seen: set = set()
-    is_ours = inspect.isfunction(
-        op.face
-    )  # an operator has other meanings for other types, so each of our types is registered by itself
+    is_ours = inspect.isfunction(op.face)  # an operator is registered for each of our types by itself
     for key in (lower, op.face) if is_ours else (lower,):
         registry.lower(key, types.VarArg(types.Any))(lower)
     infer(Template)
