@@ -62,8 +62,8 @@ class Compiled:
 
     @property
     def warnings(self):
-        """Complaints of ptxas, each once: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored. And ours, of
-        what ptxas overlooks (wgmma_overwrites.py)."""
+        """The warnings of ptxas, each once: C7510 and the like say that wgmma was serialised or setmaxnreg ignored. And ours,
+        about what ptxas overlooks (wgmma_overwrites.py)."""
         lines = [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning|^tiles: ", line)]
         return list(dict.fromkeys(re.sub(rf"'?{re.escape(self.name)}'?", "the kernel", line) for line in lines))
 
