@@ -1,5 +1,5 @@
-"""What a kernel of softmax attention computes, whatever its shape and its instructions: the part of a configuration that both
-families have in common."""
+"""The part of a configuration that all kernels of softmax attention have in common: what a kernel computes, whatever its shape
+and its instructions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,9 @@ def in_pages(parts: int = 1) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """head_dim and value_dim as padded; the variant; key rows of a block; how sequences lie; where their keys and values
-    are held; how many axes each array has that the variant's functions read; whether lists say which blocks of keys a tile
-    sees; whether the output is of float32, and whether it joins what queries have seen of other keys."""
+    """What a kernel computes. head_dim, value_dim: padded. kv: keys of a tile. lie: how sequences lie. held: where their keys
+    and values come from. axes: how many axes each array has that the variant's functions read. by_list: lists say which blocks
+    of keys a tile sees. unrounded: the output is float32. joins: the output is merged with that for other keys."""
 
     head_dim: int
     value_dim: int
@@ -40,7 +40,7 @@ class BaseConfig:
 
     @property
     def rows(self) -> int:
-        """Query rows of a thread block, which a family says."""
+        """Query rows of a thread block; each family defines it."""
         raise NotImplementedError
 
     @property
@@ -55,13 +55,14 @@ class BaseConfig:
 
     @property
     def brought(self) -> Nothing:
-        """What comes beside a tile of keys."""
+        """What TMA brings beside a tile of keys (bias_tiles.py)."""
         brings = self.variant.brings
         return Nothing() if brings is None else Tiles(self.rows, self.kv, brings)
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, of where keys are held, of lists, and of what comes beside."""
+        """The kernel's arguments for the variant, for sequences, for where keys come from, for lists and for tiles of a
+        bias."""
         parts = self.variant, self.sequences, self.held, self.tiling, self.brought
         return record(**{name: what for part in parts for name, what in part.given.items()})
 

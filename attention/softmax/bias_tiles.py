@@ -1,5 +1,6 @@
-"""What TMA brings beside a tile of keys for scores to read, as objects with the same methods: what a ring of a kernel holds,
-who fills it, and how a consumer takes its part. A kernel opens its shared memory through one of these."""
+"""What TMA brings beside a tile of keys for scores to read: nothing, or tiles of a bias. Two objects with the same methods,
+which say what a ring of the kernel holds, fill it, and give a consumer its part. A kernel opens its shared memory through one
+of them."""
 
 from typing import Any
 
@@ -22,42 +23,43 @@ class Nothing:
         return {}
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
-        """What it takes of shared memory: the last of a plan's items."""
+        """The ring that it takes in shared memory, as the last item of the plan."""
         return {}
 
     @inlined
     def open(self, smem):
-        """The items of a plan, and behind them the ring."""
+        """The items of the kernel's plan, and behind them the ring."""
         return smem.open() + (0,)
 
     @inlined
     def fill(self, ring, j, given, at):
-        """Tile j of the ring, as it stands `at` (batch, head, query, tile of keys)."""
+        """Fill tile j of the ring with the tile `at` (batch, head, query, tile of keys)."""
 
     @inlined
     def pass_by(self, ring, j):
-        """A consumer has no use for tile j."""
+        """Give back tile j, which this consumer does not use."""
 
     @inlined
     def by_queries(self, ring, j, at, part):
-        """`at` with tile j's rows of the part-th consumer, queries by keys: once it has come, and it may go then."""
+        """`at` with the rows of tile j that belong to consumer `part`, queries by keys. Waits for the tile, and gives it
+        back."""
         return at
 
     @inlined
     def by_keys(self, ring, j, at, part):
-        """The same with its columns, as a consumer has its scores that holds keys by queries; with no fence, and it stays until
-        it is given back."""
+        """The same for a consumer that holds scores keys by queries: columns of the tile. No fence; the tile stays until it is
+        given back."""
         return at
 
     @inlined
     def own_rows(self, tile, at, part):
-        """by_queries of a tile that is there, and stays until it is given back: with no fence."""
+        """by_queries for a tile that has arrived. No fence; the tile stays until it is given back."""
         return at
 
     @inlined
     def give_back(self, ring, j, fenced=False):
-        """Tile j, of which own_rows or by_keys were read, may go. Here is the fence of these loads, which behind stores would
-        wait for them, too. fenced: without it, for there has just been one."""
+        """Give back tile j after own_rows or by_keys. The fence for their loads is here, because behind stores it would wait
+        for these, too. fenced: there has just been a fence, so none is needed."""
 
 
 @static

@@ -1,5 +1,5 @@
-"""Where keys and values lie, as objects with the same methods: what fills the stages of a kernel's rings (by TMA) and pipelines
-(by cp.async). How sequences lie, and which keys of theirs count, sequences.py says."""
+"""Where keys and values come from, as objects with the same methods, which fill the stages of a kernel's rings (by TMA) and
+pipelines (by cp.async). How sequences lie, and which of their keys count, is said by sequences.py."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from tiles import inlined, static
 from tiles.arguments import ENDS, INT, tiled
 from tiles.types import gl, st
 
-TABLE = types.Array(types.int32, 2, "A")  # of pages' numbers
-BLOCK, ALL = 128, 2**30  # keys that come together, and how much has come if nothing is awaited: see Arriving
+TABLE = types.Array(types.int32, 2, "A")  # page numbers
+BLOCK, ALL = 128, 2**30  # keys that arrive together; the count that means that all have arrived: see Arriving
 
 
 @static
 class Along:
-    """In the batch and at the places that the Sequence says, as queries do."""
+    """In arrays like that of the queries: in the batch, and at the rows, that the Sequence says."""
 
     paged = False
 
     def source(self, tile: st) -> gl:
-        """What a kernel says of keys and values, of which it takes such tiles by TMA."""
+        """The declaration of a kernel's array of keys or values, from which TMA takes tiles of this type."""
         return tiled(tile, unit=1)
 
     @property
@@ -35,17 +35,18 @@ class Along:
 
     @inlined
     def here(self, given):
-        """How much of them has come before a tile of queries begins: see `come`."""
+        """The count of what has arrived before a tile of queries begins: see `come`."""
         return int32(0)
 
     @inlined
     def come(self, seen, key, given):
-        """The block of keys from `key` on is here, and its values: how much has come by now, of which `seen` was known."""
+        """Wait until the block of keys from `key` on, and its values, have arrived. Returns the count of what has arrived by
+        now; `seen` is the count that was known."""
         return seen
 
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
-        """Fill tile j of a ring: from place `key` on of a Sequence, which has that number."""
+        """Fill tile j of a ring with keys, from key `key` on of the Sequence `own`, whose number is `number`."""
         ring.fill(j, source, (own.batch, key, head))
 
     @inlined
@@ -55,15 +56,15 @@ class Along:
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
-        """Start copying tile j of `n` of a pipeline, `piece` bytes at once."""
+        """Start copying tile j of `n` of a pipeline, `piece` bytes at a time."""
         pipe.fill(j, source, (own.batch, key, head, 0), 1, 3, n, piece)
 
 
 @static
 class Apart(Along):
-    """Those of two spans in arrays of their own, one span behind the other, and all others one behind the other in the
-    kernel's: nobody has to put them together. Spans begin and end with a block of keys, or where keys end. key, value: a block
-    of them."""
+    """Keys of two spans lie in arrays of their own, one span behind the other; all other keys lie in the kernel's arrays. So
+    nobody has to put them together. Spans begin and end at a multiple of BLOCK, or where keys end. key, value: tiles of a
+    block."""
 
     key: st
     value: st
@@ -78,7 +79,7 @@ class Apart(Along):
 
     @inlined
     def place(self, key, given):
-        """(do a key and its block lie in one of the spans, in which row of the arrays that have it)"""
+        """(whether a key and its block lie in one of the spans, the row of the array that holds it)"""
         first = min(max(key, given.own_first), given.own_end) - given.own_first  # keys of the spans that come before it
         second = min(max(key, given.own_second), given.own_second_end) - given.own_second
         in_first = key >= given.own_first and key < given.own_end
@@ -88,7 +89,7 @@ class Apart(Along):
 
     @inlined
     def fill_from(self, ring, j, mine, source, own, key, head, given):
-        """Fill tile j of a ring from an array of the spans, or from the kernel's."""
+        """Fill tile j of a ring from the array of the spans, or from the kernel's."""
         in_span, row = self.place(key, given)
         if in_span:
             ring.fill(j, mine, (own.batch, row, head))
@@ -106,9 +107,9 @@ class Apart(Along):
 
 @static
 class Arriving(Apart):
-    """The same, the others' being copied to their place meanwhile, some after the others. given.arrived[0] counts the copies
-    that are done; given.awaits[n] of them must be before keys BLOCK n to BLOCK n + BLOCK are here, and its last number is how
-    many there are. Whoever copies must need no multiprocessor: all of them may be waiting here."""
+    """The same while other ranks' keys are still being copied to the kernel's arrays. given.arrived[0] counts the copies that
+    are done. given.awaits[n] of them must be done before keys BLOCK n to BLOCK n + BLOCK are here; its last number is the
+    number of all copies. The copies must not need a multiprocessor: all multiprocessors may be waiting here."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -119,10 +120,10 @@ class Arriving(Apart):
 
     @inlined
     def here(self, given):
-        """See Along. When all have come no block of keys asks again: to look up what it awaits would keep TMA waiting."""
+        """See Along. Once all have arrived, no block of keys asks again: looking up what it awaits would keep TMA waiting."""
         seen, every = int32(given.arrived[0]), int32(given.awaits[given.awaits.shape[0] - 1])
         if seen >= every:
-            wait_count(given.arrived, (int32(0),), every)  # for its fence
+            wait_count(given.arrived, (int32(0),), every)  # it has happened; the wait also fences
             seen = int32(ALL)
         return seen
 
@@ -138,7 +139,7 @@ class Arriving(Apart):
 
 @static
 class InCaches(Along):
-    """In the cache that has the sequence's number, or given.batch_index names."""
+    """In the cache whose number is the sequence's, or given.batch_index[n]."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -182,13 +183,13 @@ class InPages(Along):
 
     @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
-        """See Along. What lies behind the last key is zeros: neither it nor its page's number is read."""
+        """See Along. Behind the last key there are zeros; neither keys nor page numbers are read there."""
         at = int32(number), int32(key), int32(head)
         ring.fill_pages(j, source, given.pages, given.page_size, at, own.key + own.keys, self.parts)
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
-        """See Along. Of a tile that there is not the first pages are looked up."""
+        """See Along. For a tile that does not exist the first pages are looked up."""
         end = own.key + own.keys
         found = pipe.look_up(given.pages, source.shape[1], (number, int32(max(key, 0))), end)
         pipe.fill_pages(j, source, found, (key, head, 0), end, n, piece)

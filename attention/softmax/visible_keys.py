@@ -1,4 +1,4 @@
-"""Which keys a query sees: variants of attention that mask."""
+"""Which keys a query sees: the variants of attention that mask, built in or by a function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ from .variants import Keys, Queries, Unforeseen, Variant
 
 
 class Full(Variant):
-    """All."""
+    """A query sees all keys."""
 
     plain = True
 
 
 class Causal(Variant):
-    """Those up to its own place."""
+    """A query sees the keys up to its own position."""
 
     everything = False
     rising = True
@@ -40,7 +40,7 @@ class Causal(Variant):
 
 
 class Right(Variant):
-    """Those up to given.right places after its own."""
+    """A query sees the keys up to given.right positions after its own."""
 
     everything = False
     rising = True
@@ -65,7 +65,7 @@ class Right(Variant):
 
 
 class Left(Variant):
-    """Those from given.left places before its own on."""
+    """A query sees the keys from given.left positions before its own on."""
 
     everything = False
     from_first = False
@@ -91,7 +91,8 @@ class Left(Variant):
 
 @static
 class Masked(Unforeseen):
-    """Those for which function(b, h, i, j, *aux) holds; i is a vector of queries, j one of keys, both counted from 0."""
+    """A query sees the keys for which function(b, h, i, j, *aux) holds. i is a vector of queries, j one of keys, counted from
+    0."""
 
     function: Callable
 

@@ -269,7 +269,8 @@ class Warp(greenlet):
 
     def read_shared(self, addresses, size, plain=False):
         """(active lanes, size) bytes. plain: they may be bytes that nobody has written."""
-        home, lanes, cells, deed = *self._cells(addresses, size), "reads shared memory"
+        deed = "reads shared memory"
+        home, lanes, cells = self._cells(addresses, size)
         home.reached(self.threads[lanes[0]], deed)
         self._allowed(home.shadow.unreadable(self.asks(lanes), cells, plain), deed)
         time = self.tick()
@@ -279,7 +280,8 @@ class Warp(greenlet):
 
     def write_shared(self, addresses, values):
         """Store (active lanes, size) bytes."""
-        home, lanes, cells, deed = *self._cells(addresses, values.shape[1]), "writes shared memory"
+        deed = "writes shared memory"
+        home, lanes, cells = self._cells(addresses, values.shape[1])
         home.reached(self.threads[lanes[0]], deed)
         self._allowed(home.shadow.unwritable(self.asks(lanes), cells), deed)
         time, writers = self.tick(), self.first + lanes
