@@ -1,5 +1,5 @@
-"""What kernels for gradients have in common whose thread blocks have a block of keys, whatever their instructions: the part of
-a configuration that the families share."""
+"""The part of a configuration that the families share for gradients: of kernels whose thread blocks have a block of keys
+each."""
 
 from dataclasses import dataclass, field
 
@@ -16,23 +16,24 @@ from .tiling import Facing
 
 @dataclass(frozen=True)
 class BackwardConfig(BaseConfig):
-    """queries: rows of a tile. ordered, stores: see dq_order.py. adds: see results.py. learns: see slopes.py."""
+    """The fields of such a configuration. queries: rows of a tile. ordered, stores: see dq_order.py. adds: see results.py.
+    learns: see slopes.py."""
 
     queries: int
     ordered: bool = field(default=False, kw_only=True)
     stores: bool = field(default=False, kw_only=True)
     adds: bool = field(default=False, kw_only=True)
     learns: Unasked = field(default=UNASKED, kw_only=True)
-    early = False  # does it begin while the grid before it ends?
+    early = False  # whether it begins while the grid before it ends
 
     @property
     def in_order(self) -> Ordered:
-        """How blocks add to dQ in order, which a family says."""
+        """How blocks add to dQ in a fixed order; each family defines it."""
         raise NotImplementedError
 
     @property
     def in_any(self) -> Unordered:
-        """How they do where the order is no matter."""
+        """How blocks add to dQ if the order does not matter."""
         return UNORDERED
 
     @property
@@ -42,12 +43,12 @@ class BackwardConfig(BaseConfig):
 
     @property
     def result(self) -> Written:
-        """What becomes of gradients."""
+        """How gradients are stored."""
         return Added(fp32) if self.adds else Written(self.dtype)
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, of lists, of the order and of slopes."""
+        """The kernel's arguments for the variant, for sequences, for lists, for the order and for slopes."""
         return record(**super().given.fields, **self.order.given, **self.learns.given)
 
     @property
@@ -62,7 +63,7 @@ class BackwardConfig(BaseConfig):
 
     @property
     def of_rows(self) -> sv:
-        """Two numbers of each of a tile's rows: the log-sum-exp of them all, and then their sums of dO O."""
+        """Two numbers for each row of a tile: first the log-sum-exps of all rows, then their sums of dO O."""
         return sv(2 * self.rows, fp32)
 
     @property

@@ -1,4 +1,4 @@
-"""In which order blocks of keys add to dQ: objects with the same methods, one a way."""
+"""In which order blocks of keys add to dQ: an object for each way, with the same methods."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from ops import count_stored, count_up, stores_done, tma_add, tma_store, wait_co
 from tiles import inlined, static
 from tiles.arguments import TURNS
 
-SHARING = 6  # multiprocessors that work on one pair at a time, where later queries see more keys: see launches.band_of
-GROUP = 3  # the same of a snake, and blocks of keys of one of its groups
+SHARING = 6  # multiprocessors that work on one pair at a time, if later queries see more keys: see launches.band_of
+GROUP = 3  # the same for Snaking; also the number of blocks of keys in one of its groups
 
 
 @static
 class Unordered:
-    """As they come: dQ's last bits differ from call to call."""
+    """Blocks add as they come, so the last bits of dQ differ from call to call."""
 
     sharing = SHARING
 
@@ -28,7 +28,7 @@ class Unordered:
 
     @property
     def clears(self) -> bool:
-        """Must sums be zeros before the first block adds to them?"""
+        """Must sums be cleared before the first block adds to them?"""
         return True
 
     @inlined
@@ -38,18 +38,18 @@ class Unordered:
 
     @inlined
     def nth(self, n, i):
-        """Which of the n tiles of queries that see them a block of keys takes as its i-th."""
+        """Which of the n tiles of queries that see a block of keys is the i-th that the block works on."""
         return i
 
     @inlined
     def start(self, tiles):
-        """The tile that it takes first, of Tiles in a row."""
+        """The tile that it works on first, if the tiles stand in a row."""
         return int32(tiles.first)
 
     @inlined
     def following(self, tiles, head, tile):
-        """The head and the tile behind this one: behind a head's last tile the next head's first. (It counts, for a division
-        takes the producer's time, and a loop in a loop its registers.)"""
+        """(head, tile) behind this one; behind the last tile of a head comes the first of the next. (They are counted: a
+        division would take the producer's time, a nested loop its registers.)"""
         tile = int32(tile + 1)
         if tile == tiles.first + tiles.n:
             head, tile = int32(head + 1), int32(tiles.first)
@@ -57,40 +57,42 @@ class Unordered:
 
     @inlined
     def behind(self, tiling, block, tile, at, group):
-        """How many blocks add to a tile of queries before this block of keys."""
+        """How many blocks add to a tile of queries before this block of keys does."""
         return tiling.before(block, tile, at, group)
 
     @inlined
     def begin(self, given, pair, tile):
-        """Before all of them, for a tile of queries: the work of one warp."""
+        """Prepare a tile of queries, before any block adds to it; done by one warp."""
 
     @inlined
     def take(self, given, pair, tile, line, behind):
-        """Until a warp may add its parts to a tile of queries, of a pair of head and batch; `behind` so many blocks of keys."""
+        """Wait until a warp may add its parts to a tile of queries of a pair of head and batch: until `behind` blocks have
+        added."""
 
     @inlined
     def add(self, sums, at, part, behind):
-        """A warp adds a part of dQ to the sums there, by TMA."""
+        """Add a part of dQ to the sums at `at`, by TMA; done by one warp."""
         tma_add(sums, at, part)
 
     @inlined
     def give(self, given, pair, tile, line, behind):
-        """It has."""
+        """Say that the warp has added its parts to the tile."""
 
 
 @static
 class Turns(Unordered):
-    """Blocks of keys count how often has been added to a tile, and wait for such a number: what the ways below have in common.
-    Of kernels in which so many `warps` of a block add to a tile, `in_bulk` by TMA or by themselves. The parts of a tile may
-    stand in several `lines`: each is added to in order, and none waits for another. stores: the first block stores its parts,
-    and nobody needs zeros; for tiles that all see some key.
+    """What the ways below have in common: a counter for each tile says how often blocks of keys have added to it, and blocks
+    wait for a value of it. `warps` warps of a block add to a tile, `in_bulk` by TMA or else by themselves. The parts of a tile
+    may be divided into several `lines`, which are added to in order, each without waiting for the others. stores: the first
+    block stores its parts, so nothing is cleared; this is for tiles that all see some key.
 
     given.turns: how many warps have added to a tile, (pair of head and batch, line).
 
-    A warp counts when its bulk copies are done: not when they have been read, but when they have come to the L2, where the next
-    ones' add. So a count behind additions need not be a release. What was *stored* must be in order with additions for others,
-    too: its count is a release, as the numbers that follow it are part of its release sequence, and who waits acquires one of
-    them before its own copies begin (a fence of TMA's proxy behind the acquire: ops.wait_count)."""
+    A warp counts when its bulk copies are done, which means not that they have been read, but that they have come to the L2,
+    where the next ones are added. So the count behind an addition need not be a release. But a *store* must also be ordered
+    before the additions of other blocks. So its count is a release. The counts that follow are part of its release sequence,
+    and whoever waits acquires one of them before its own copies begin (with a fence of TMA's proxy behind the acquire:
+    ops.wait_count)."""
 
     warps: int
     in_bulk: bool
@@ -137,14 +139,15 @@ class Turns(Unordered):
 
 @static
 class Ordered(Turns):
-    """One after the other, from the first keys to the last, so that dQ's bits are the same in every call.
+    """Blocks add one after the other, from the first keys to the last, so that dQ has the same bits in every call.
 
-    A block waits for those of earlier keys alone, which have begun before it: there is no deadlock, however few run at once.
-    Every block takes its queries from the last to the first. All that see later keys see the last queries, too, so those that
-    begin at once wait when they begin, each for the tile of the one before it, and then follow at that distance. (From the
-    first query to the last, where later queries see more keys, each would wait until the one before it has come to where it
-    begins itself.) That line is short if there are several pairs at once: launches.band_of. Where lists say which tiles see a
-    block, only blocks whose lists have a tile count, and a block waits for these alone: query_lists.Ranking."""
+    A block waits only for blocks of earlier keys, which have begun before it: there is no deadlock, however few run at once.
+    Every block works on its queries from the last to the first, because the last query sees all keys that any query sees. So
+    blocks that begin at the same time wait once, each for the first tile of the block before it, and then follow at that
+    distance. (If they went from the first query to the last, and later queries see more keys, each would wait until the block
+    before it comes to where it begins itself.) Few blocks stand in this line if several pairs are worked on at once:
+    launches.band_of. If lists say which tiles see a block, a block waits only for blocks whose lists contain the tile:
+    query_lists.Ranking."""
 
     def __str__(self):
         return " ordered" + " stores" * self.stores
@@ -207,10 +210,10 @@ class Snaking(Ordered):
 
 @static
 class Heading(Turns):
-    """As they come, but for the first: the block with the last keys that a tile of queries sees stores its parts, and others
-    add. Where later queries see more keys these are the first tiles that a block takes. Blocks begin from the last keys to the
-    first: so each waits for those alone that have begun before it, for what they do first, and hardly ever long. The longest
-    blocks come last, so this is for few. dQ's last bits differ from call to call."""
+    """Blocks add as they come, except that the block with the last keys that a tile of queries sees stores its parts, before
+    the others add. If later queries see more keys, those are the first tiles that a block works on. Blocks begin from the last
+    keys to the first, so each waits only for blocks that have begun before it, for what these do first, and hardly ever long.
+    The longest blocks come last, so this is for grids of few blocks. The last bits of dQ differ from call to call."""
 
     def __str__(self):
         return " heading"
@@ -227,7 +230,7 @@ class Heading(Turns):
 
     @inlined
     def give(self, given, pair, tile, line, behind):
-        """See Unordered: what is added nobody waits for."""
+        """See Unordered. Nobody waits for what is added, only for what is stored."""
         if behind == 0:
             stores_done()
             count_up(given.turns, (pair, int32(self.lines * tile + line)))

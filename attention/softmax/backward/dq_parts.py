@@ -1,6 +1,7 @@
-"""How the product dQ = dS K is cut into parts of 64 rows, one after the other or one a consumer: objects with the same
-methods, one a way. Parts are summed in global memory, in float32 and as the lanes hold them (ops/memory/held.py): an array of
-(pair of head and batch, row, column), in which a tile of queries has the rows of all its parts."""
+"""How the product dQ = dS K is cut into parts of 64 rows, which are computed one after the other or one by each consumer: an
+object for each way, with the same methods. Parts are summed in global memory, in float32 and in the order in which lanes hold
+them (ops/memory/held.py): an array (pair of head and batch, row, column), in which a tile of queries has the rows of all its
+parts."""
 
 from numpy import int32
 
@@ -15,7 +16,8 @@ LINE = 32  # columns of the shared tiles that parts go through
 
 @static
 class ByRows:
-    """Of dQ, each with 64 queries. Of kernels whose tiles have `queries` queries, and blocks `keys` keys, of `columns`."""
+    """Parts are 64 queries of dQ each. The kernel's tiles have `queries` queries, its blocks `keys` keys, heads `columns`
+    columns."""
 
     queries: int
     keys: int
@@ -29,12 +31,12 @@ class ByRows:
 
     @property
     def across(self) -> int:
-        """Columns of one."""
+        """Columns of a part."""
         return self.columns
 
     @property
     def tile(self) -> st:
-        """One of them in shared memory."""
+        """A part in shared memory."""
         return st(ROWS * self.across // LINE, LINE, fp32)
 
     @property
@@ -54,23 +56,23 @@ class ByRows:
 
     @property
     def bands(self) -> int:
-        """How many warps can finish a tile of queries together."""
+        """How many warps share the work of finishing a tile of queries."""
         return self.count * ROWS // BAND
 
     @inlined
     def load(self, gSum, pair, tile, band):
-        """What one of them finishes: 16 rows of a tile's parts."""
+        """What one of these warps finishes: 16 rows of a tile's parts."""
         row = self.rows * tile + BAND * self.across // LINE * band
         return load_held(gSum, rt(BAND, self.across, fp32), (pair, int32(row), 0), QUAD)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
-        """To where they belong in dQ; `row`: the tile's first query; result: see results.py."""
+        """Write these rows to dQ. row: the tile's first query. result: see results.py."""
         result.store(gDQ, x, (batch, row + BAND * band, head, 0), True)
 
 
 class ByColumns(ByRows):
-    """Of dQ^T = K^T dS^T, each with 64 columns of dQ: for any number of queries."""
+    """Parts are 64 columns of dQ each, computed as dQ^T = K^T dS^T: for any number of queries."""
 
     @property
     def count(self) -> int:
@@ -91,8 +93,8 @@ class ByColumns(ByRows):
 
 @static
 class Held(ByRows):
-    """Of dQ, each with 16 queries and 64 columns, which warps add themselves. piece: the bytes that dQ's address and strides
-    are multiples of; together: how many of a lane's elements they add at once."""
+    """Parts are 16 queries and 64 columns of dQ each, which warps add without TMA. piece: the bytes that the address and
+    strides of dQ are multiples of. together: how many of its elements a lane adds at once."""
 
     piece: int
     together: int
@@ -103,7 +105,7 @@ class Held(ByRows):
 
     @inlined
     def add(self, gSum, part, pair, tile, n):
-        """Part n of a tile of queries to its sums."""
+        """Add part n of a tile of queries to its sums."""
         add_held(gSum, part, self.place(pair, tile, n), self.together)
 
     @property
@@ -120,7 +122,7 @@ class Held(ByRows):
 
     @inlined
     def place(self, pair, tile, n):
-        """Of part n of a tile of queries."""
+        """The index of part n of a tile of queries among the sums."""
         return pair, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
 
     @inlined
@@ -134,5 +136,5 @@ class Held(ByRows):
 
 
 def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:
-    """By rows if that gives each consumer as much as the others, else by columns."""
+    """By rows if that gives all consumers the same work, else by columns."""
     return (ByColumns if queries % (consumers * ROWS) else ByRows)(queries, keys, columns, dtype)

@@ -1,8 +1,8 @@
-"""The gradient of a bias by score for Hopper: bias.py, of a bias whose tiles TMA brings.
+"""The gradient of a bias that has a number for each score, for Hopper: bias.py for a bias whose tiles TMA brings.
 
-A thread block goes through its share of dBias' tiles, one after the other. Of each it sums dS over the heads and batches that
-share it, in registers and in a fixed order; scores and dP are computed once more, two products of backward's five. Its producer
-is ahead, so that the next tile's arrays come while this one's sum is written."""
+A thread block goes through its share of the tiles of dBias. For each tile it sums dS over the heads and batches that share the
+tile, in registers and in a fixed order. Scores and dP are computed once more, which is two of the five products of backward.
+The producer works ahead, so that the arrays for the next tile arrive while the sum of this one is written."""
 
 import functools
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ STAGES = 2
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A kernel's shape. others: queries of the main kernel's tiles, of which `prepare` left two numbers a row. adds: is the
-    gradient added to what is there?"""
+    """A kernel's shape. others: queries of the main kernel's tiles, for whose rows `prepare` left two numbers each. adds: the
+    gradient is added to what the array holds."""
 
     others: int = field(kw_only=True)
     adds: bool = field(default=False, kw_only=True)
@@ -48,7 +48,7 @@ class Config(BaseConfig):
 
 
 def serves(main: BackwardConfig, read: Added) -> bool:
-    """Is this kernel for the gradient of a bias, which `read` reads, where this is the main kernel's configuration?"""
+    """Does this kernel serve the gradient of the bias that `read` reads, if this is the main kernel's configuration?"""
     variant = main.variant
     plain = main.lie is Batched and not (main.by_list or main.axes or variant.draws)
     return variant.brings is not None and main.head_dim in KV and plain and read.both is None
@@ -86,7 +86,7 @@ def make(config: Config):
 
     @inlined
     def place(m, own_heads, own_tiles, blocks, given, aux):
-        """(where the m-th tile's first query and head stand, its first key, do its queries see keys of it, must they be
+        """(the At of the m-th tile's first query and head, its first key, do its queries see any of its keys, must scores be
         masked?)"""
         rest, number = divmod(int32(m), blocks)
         rest, tile = divmod(rest, own_tiles)
@@ -99,7 +99,7 @@ def make(config: Config):
 
     @inlined
     def slope(n, tile, rings, gSums, at, key, cut, me, scale):
-        """dS of a consumer's rows, of the n-th queries and keys that came."""
+        """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), v.wait(n))

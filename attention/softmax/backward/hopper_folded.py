@@ -1,9 +1,9 @@
-"""Gradients of softmax attention for Hopper, folded: hopper.py, with other products under the exponentials.
+"""Gradients of softmax attention for Hopper, with a folded loop: hopper.py with other products under the exponentials.
 
-What is left of a tile of queries, dK, is issued behind the scores of the next tile, and behind it the part of dQ of the tile
-before: so they run while the next weights are found, and no consumer waits for the other one's dS. dV runs while dS is made,
-and what TMA adds is published with dS, under one fence. It takes some more registers, and so is for plain scores of heads that
-are not wide (`serves`); narrow ones have hopper_narrow.py."""
+After the scores of the next tile of queries, two more products are issued: dK of this tile, and the part of dQ of the tile
+before. They run while the next weights are computed, and no consumer waits for the other one's dS. dV runs while dS is
+computed, and the part of dQ that TMA adds is published together with dS, under one fence. This takes some more registers, so it
+serves plain scores of heads that are not wide (`serves`); narrow heads have hopper_narrow.py."""
 
 import functools
 import itertools
@@ -74,7 +74,7 @@ def make(config: Config):
 
     @inlined
     def sloped(j, p, dv, values, rings, me):
-        """dS of tile j, whose weights are p, for dK and, in shared memory, for dQ; and dV, under way."""
+        """(dS of tile j, whose weights are p, for dK; dV, pending). dS is also left in shared memory, for dQ."""
         q, do, ds, dq, sums, bias = rings
         dp = warpgroup.mm_ABt(values, do.wait(j))
         weights = INPUT(turned(p))
@@ -88,13 +88,13 @@ def make(config: Config):
 
     @inlined
     def stored(j, part, rings, me):
-        """The part of dQ of tile j, for a sender."""
+        """Store this consumer's part of dQ of tile j for a sender."""
         q, do, ds, dq, sums, bias = rings
         ds.release(j)
         warpgroup.store_held(dq.claim(PARTS * j + me), part)
 
     def stepping(later):
-        """From one tile of queries to the next; `later` than the first step a part of dQ is found, too."""
+        """The step from one tile of queries to the next. Every step but the first (`later`) also computes a part of dQ."""
 
         @inlined
         def step(j, slope, dk, dv, cut, rings, blocks, me, at, key, scale):
@@ -105,7 +105,7 @@ def make(config: Config):
             if later:
                 part = parts.product(me, ds.wait(j - 1), every_key.wait(0))
             s = warpgroup.wait(s, newer=2 if later else 1)
-            mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # anew, for registers' sake
+            mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # computed anew, to save registers
             p = weighed(j + 1, s, cut, rings, me, at, mine, scale)
             if later:
                 part = warpgroup.wait(part)

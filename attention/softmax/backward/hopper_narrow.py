@@ -1,12 +1,13 @@
-"""Gradients of softmax attention for Hopper, of narrow heads: two warpgroups make P and dS of their 64 keys, and dV; what needs
-all dS, which they leave in shared memory, a third one makes, apart: dK and dQ.
+"""Gradients of softmax attention for Hopper, for narrow heads. Two warpgroups, the consumers, compute P and dS of 64 keys each,
+and dV. They leave dS in shared memory, and a third warpgroup, the gatherer, computes from it what needs dS of all keys: dK, dQ.
 
-So nobody who makes exponentials waits for a product of dQ, stores one, or holds dK. dS of a tile is published behind the next
-one's scores. dK^T = Q^T dS takes dS of all keys as its right operand, which reads less of shared memory than dK would.
-dQ leaves as in hopper.py. 512 threads have registers for this in heads of up to 64 columns whose scores take few (`serves`).
+So a warpgroup that computes exponentials never waits for a product of dQ, stores one, or holds dK. The dS of a tile is
+published while the scores of the next tile are computed. The gatherer computes dK^T = Q^T dS, with dS of all keys as the right
+operand, because that reads less shared memory than dK = dS^T Q. dQ is added up as in hopper.py. 512 threads have registers for
+this if heads have up to 64 columns and the variant needs few (`serves`).
 
-Where something is made of scores, the consumers find their weights in turns: so one's exponentials run under the other's
-products, and not beside its exponentials."""
+If the variant changes scores, the consumers take turns to compute their weights, so that the exponentials of one run under the
+products of the other, and not beside its exponentials."""
 
 import functools
 import itertools
@@ -27,9 +28,9 @@ from ..visible_keys import CAUSAL, FULL
 from . import hopper, hopper_pipeline
 from .hopper_pipeline import CONSUMERS, FILLER, READERS, SENDER, SENDERS
 
-GATHERER, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup and the fourth
-REGISTERS = (24, 136, 176)  # a thread of the producer, of the gatherer, of a consumer
-HEAD_DIM, QUERIES = 64, 128  # padded; of a tile
+GATHERER, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third and the fourth warpgroup
+REGISTERS = (24, 136, 176)  # for each thread of the producer, of the gatherer, of a consumer
+HEAD_DIM, QUERIES = 64, 128  # columns of a head, padded; queries of a tile
 
 
 @dataclass(frozen=True)
@@ -88,29 +89,29 @@ def make(config: Config):
 
     @inlined
     def publish(j, rings):
-        """dS of tile j is there."""
+        """Publish dS of tile j, and give back its numbers of rows."""
         q, do, ds, dq, sums, bias = rings
         ds.publish(j)
         sums.release(j, None, True)
 
     @inlined
     def step(j, dv, cut, rings, keys, values, at, key, scale):
-        """P and dS of tile j of queries, and what becomes of dV."""
+        """P and dS of tile j of queries, and dV with its contribution."""
         q, do, ds, dq, sums, bias = rings
         s = warpgroup.mm_ABt(keys, q.wait(j))
         if j > 0:
-            publish(j - 1, rings)  # so late because the fence waits for what is stored: here the scores run
+            publish(j - 1, rings)  # only now: the fence waits for the stores of dS, while the scores are computed
         of_rows = sums.wait(j)
         s = turned(warpgroup.wait(s))
         if TURNS:
             turn.take(warpgroup.id())
         q.release(j)
-        mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # asked anew, for registers' sake
+        mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # computed anew, to save registers
         at = brought.by_keys(bias, j, at, warpgroup.id())
         brought.give_back(bias, j)
         s, bend = variant.bent(s, at, mine)
         if BENDS:
-            bend = INPUT(bend)  # for registers' sake
+            bend = INPUT(bend)  # to save registers
         p = tiling.weights(s, load(subtile(of_rows, ROWS, 0), S.col_vec), cut, at, mine, scale)
         if TURNS:
             turn.give(warpgroup.id())
@@ -120,7 +121,7 @@ def make(config: Config):
         dv = warpgroup.mma_AB(dv, weights, dout)
         dp = turned(warpgroup.wait(dp, newer=1))
         delta = load(subtile(of_rows, ROWS, 1), S.col_vec)
-        slope = fp32(turned(weights)) * (dp - delta)  # of rounded weights, which take fewer registers
+        slope = fp32(turned(weights)) * (dp - delta)  # from rounded weights, which take fewer registers
         if BENDS:
             slope = slope * fp32(bend)
         warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, warpgroup.id()), INPUT(turned(slope)))
@@ -130,13 +131,14 @@ def make(config: Config):
 
     @inlined
     def stored(n, part, dq):
-        """A part of dQ, for a sender."""
+        """Hand a part of dQ to a sender."""
         warpgroup.store_held(dq.claim(n), part)
         dq.publish(n)
 
     @inlined
     def gathered(j, dk, rings, every_key):
-        """What becomes of dK^T by tile j of queries, and its dQ: one part leaves while the other products run."""
+        """dK^T with the contribution of tile j of queries, and the two parts of its dQ: the first one is handed on while the
+        other products run."""
         q, do, ds, dq, sums, bias = rings
         every, queries = ds.wait(j), q.wait(j)
         part = parts.product(0, every, every_key)

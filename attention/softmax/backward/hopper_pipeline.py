@@ -1,5 +1,5 @@
-"""How a block of keys goes its way, of the kernels for Hopper: what they have in shared memory, how their producer's warps
-bring tiles of queries and send parts of dQ, which tile comes next, and in which order blocks add to dQ."""
+"""The pipeline that Hopper's kernels for gradients share: what they have in shared memory, how the producer's warps bring tiles
+of queries and send parts of dQ, which tile comes next, and in which order blocks of keys add to dQ."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ from .dq_order import UNORDERED, Heading, Ordered, Snaking, Unordered
 from .dq_parts import ByRows, parts_of
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
-FILLER, SENDER, SENDERS = 0, 1, 2  # which of the producer's warps brings tiles, and from which on how many send dQ
+FILLER, SENDER, SENDERS = 0, 1, 2  # the producer's warp that brings tiles, the first one that sends dQ, and how many do
 READERS = CONSUMERS * warpgroup.WARPGROUP  # warps of the consumers
 
 
 @dataclass(frozen=True)
 class Config(BackwardConfig):
-    """What such kernels' shapes have in common: stages of the rings of Q, of dO, of dS, of dQ's parts, and `places` of what is
-    brought beside them. rounded: dS is made of weights as rounded for dV, which takes fewer registers."""
+    """The fields that the shapes of these kernels have in common: stages of the rings of Q, dO, dS and parts of dQ, and
+    `places` of a bias' tiles. rounded: dS is computed from weights that were rounded for dV, which takes fewer registers."""
 
     stages: int = 2
     do_stages: int = 2
@@ -43,12 +43,12 @@ class Config(BackwardConfig):
 
     @property
     def share(self) -> int:
-        """How many consumers share the columns of the same keys."""
+        """How many consumers have the same keys, each some of the columns."""
         return CONSUMERS * warpgroup.ROWS // self.kv
 
     @property
     def learners(self) -> int:
-        """How many warps of a block leave what they have learnt."""
+        """How many warps of a block leave sums for the gradient of slopes."""
         return CONSUMERS * warpgroup.WARPGROUP
 
     @property
@@ -58,8 +58,8 @@ class Config(BackwardConfig):
 
 
 def memory(config: Config):
-    """Rings of K, V, Q, dO, dS, dQ's parts and numbers of rows, where consumers make all of it, `config.share` of them from the
-    same keys."""
+    """The shared memory of kernels whose consumers compute everything: rings of K, V, Q, dO, dS, parts of dQ and numbers of
+    rows. `config.share` consumers have the same keys."""
     return shared(
         k=ring(config.key, 1, READERS),
         v=ring(config.value, 1, READERS),
@@ -73,15 +73,16 @@ def memory(config: Config):
 
 
 def bringing(config: Config, ahead: bool = False):
-    """What the producer's first warp does. ahead: consumers ask for one tile of queries more than there are, and for keys and
-    values even if there are none."""
+    """What the producer's first warp does. ahead: consumers wait for one tile of queries more than there are, and for keys and
+    values even if no query sees them."""
     KV, ROWS, AHEAD = config.kv, config.rows, ahead
     tiling, order, sequences, brought = config.tiling, config.order, config.sequences, config.brought
 
     @inlined
     def bring(arrays, rings, own, block, kv_head, every, key, at, group, above):
-        """A block of keys and values, and all tiles of queries that see it, `above` of all being of sequences before. (It
-        counts, for a division takes the producer's time, and a loop in a loop its registers.)"""
+        """Bring a block of keys and values, and all tiles of queries that see it. above: how many tiles of queries belong to
+        sequences before. (Heads and tiles are counted: a division would take the producer's time, a nested loop its
+        registers.)"""
         gK, gV, gQ, gDO, gSums = arrays
         k, v, q, do, sums, bias = rings
         tiles, head, place = int32(group * every.n), int32(group * kv_head), order.start(every)
@@ -107,12 +108,12 @@ def bringing(config: Config, ahead: bool = False):
 
 
 def sending(config: Config):
-    """What its other warps do."""
+    """What the producer's other warps do."""
     PARTS, tiling, order = config.parts.count, config.tiling, config.order
 
     @inlined
     def send(gSum, dq, block, pair, every, key, at, group, above):
-        """A sender's parts of dQ, each in its turn."""
+        """Send a sender's parts of dQ, each in its turn."""
         mine, of, place = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
         for j in range(int32(group * every.n)):
             number = tiling.number(every, place, key, at, group)
@@ -130,12 +131,13 @@ def sending(config: Config):
 
 
 def going(config: Config):
-    """How a consumer goes from one tile of queries to the next, where tiles stand in a row."""
+    """How a consumer goes from one tile of queries to the next, if the tiles that see a block stand in a row."""
     ROWS, variant, order = config.rows, config.variant, config.order
 
     @inlined
     def following(i, every, here):
-        """The number of the tile of a head behind its i-th, and where it lies; behind the last one the next head's first."""
+        """(the number of the tile behind the i-th tile of a head, its At); behind the last tile comes the first of the next
+        head."""
         i = int32(i + 1)
         if i == every.n:
             i, here = int32(0), here._replace(head=int32(here.head + 1))

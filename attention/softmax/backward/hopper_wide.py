@@ -1,8 +1,8 @@
 """Gradients of wide heads for Hopper, dK and dV: a thread block has 64 keys and goes through the queries that see them.
 
-The sums of so many columns fill a block's registers, one of the two in each consumer. So the first consumer finds the weights
-P^T of a tile of queries, for dV = P^T dO; the second one dS^T, for dK = dS^T Q. They share P alone, by way of shared memory.
-dQ has a kernel of its own (hopper_wide_queries.py): blocks of so few keys would add to each query's too often.
+Sums of so many columns fill the registers, so each consumer holds one of the two: the first computes the weights P^T of a tile
+of queries and dV = P^T dO, the second dS^T and dK = dS^T Q. They share only P, by way of shared memory. dQ has a kernel of its
+own (hopper_wide_queries.py): blocks of so few keys would add to the dQ of each query too often.
 """
 
 import functools
@@ -22,7 +22,7 @@ from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
-WEIGHTS, SLOPES = 0, 1  # what the consumers find
+WEIGHTS, SLOPES = 0, 1  # the consumer that computes weights, and the one that computes dS
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def make(config: Config):
 
     @inlined
     def sloped(j, dp, p, sums):
-        """dS of tile j, as soon as its weights are there."""
+        """dS of tile j; waits for its weights."""
         delta = load(subtile(sums.wait(j), ROWS, 1), S.col_vec)
         sums.release(j)
         weights = warpgroup.load(p.wait(j), P)
@@ -99,7 +99,7 @@ def make(config: Config):
 
     @inlined
     def handed(j, found, p):
-        """Tile j's weights, and, times derivatives, for the other consumer."""
+        """The weights of tile j. Times the derivatives of scores, they also go to the other consumer."""
         weights, bent = found
         warpgroup.store(p.claim(j), INPUT(bent))
         p.publish(j, True)

@@ -1,5 +1,5 @@
 """Gradients of wide heads for Hopper, dQ: a thread block has 128 queries and goes through the keys that they see, as forward
-does. Scores are computed a second time (hopper_wide.py has dK and dV), and in return nothing is summed in memory."""
+does. Scores are computed a second time (the first is in hopper_wide.py, for dK and dV), so that nothing is summed in memory."""
 
 import functools
 import itertools
@@ -74,12 +74,13 @@ def make(config: Config):
 
     @inlined
     def rows_of(tile):
-        """A consumer's rows, whose number is asked for anew lest a loop keep all descriptors of them in registers."""
+        """A consumer's rows of a tile. The consumer's number is read anew, so that no loop keeps their descriptors in
+        registers."""
         return subtile(tile, EACH, warpgroup.id())
 
     @inlined
     def step(j, s, dq, cut, rings, here, key, lse, delta, scale):
-        """What becomes of dQ by key block j, whose scores are s, and the scores of the next one."""
+        """(the scores of the next key block, dQ) after key block j, whose scores are s."""
         q, do, k, v = rings
         dp = warpgroup.mm_ABt(rows_of(do.wait(0)), v.wait(j))
         s, bend = variant.bent(s, here, key)
@@ -122,7 +123,7 @@ def make(config: Config):
                 if j == 0:
                     do.fill(0, gDO, (own.batch, block, head))
                 v.fill(j, gV, (own.batch, key, kv_head))
-            k.fill(every.n, gK, (own.batch, 0, kv_head))  # consumers ask ahead
+            k.fill(every.n, gK, (own.batch, 0, kv_head))  # consumers ask for one block more than there are
         else:
             warpgroup.claim_registers(claim)
             first = int32(row + EACH * me)

@@ -1,7 +1,7 @@
-"""Scores once more, for the gradients of what they are made of besides q and k: a bias, ALiBi's slopes, arrays that a score in
-Python reads. All are sums of dS times a derivative, over the scores that read an element, and each has a kernel of its own that
-takes them in a fixed order: bias.py, elements.py. What these have in common stands here: a tile of queries and keys at a time,
-of which each warp has 16 queries, by mma.sync, on every GPU."""
+"""Scores, computed once more for the gradients of what they depend on besides q and k: a bias, ALiBi's slopes, arrays that a
+score in Python reads. Each gradient is a sum, over the scores that read an element, of dS times a derivative. Kernels of their
+own take these sums in a fixed order: bias.py, elements.py. This module has what they share: a tile of queries and keys at a
+time, of which each warp has 16 queries, by mma.sync, for every GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queri
 
 @static
 class Added:
-    """What a score has for each element that is added to it, before a function in Python; both: that function's (score,
-    derivative), None if there is none. With the same methods: what it has for something else that it reads."""
+    """How a score depends on an element of a bias, which is added before a function in Python. both: that function's (score,
+    derivative), or None. The subclasses say the same for other arrays that a score reads."""
 
     both: Callable | None
 
     @inlined
     def by(self, s, i, j, at):
-        """The derivative of a score by an element, s being what the function is given."""
+        """The derivative of a score by the element; s is what the function is given."""
         if self.both is None:
             return 1.0
         else:
@@ -43,13 +43,13 @@ class Added:
 
     @inlined
     def place(self, i, j, at):
-        """Which element that is, counted from the first; of an array that has none, -1."""
+        """Which element of the array a score reads, counted from the first; -1 if it reads none."""
         return -1.0
 
 
 @static
 class Slope(Added):
-    """A head's slope, or one of each sequence: ALiBi."""
+    """How a score depends on ALiBi's slopes: one for each head, or for each head of each sequence."""
 
     each: bool
 
@@ -72,7 +72,7 @@ class Slope(Added):
 
 @static
 class Element(Added):
-    """An element of an array that the function reads: score_derivative.py's Read."""
+    """How a score depends on an element of an array that the function reads: see score_derivative.Read."""
 
     derivative: Callable
     which: Callable
@@ -125,14 +125,14 @@ class Config(BaseConfig):
 
 
 def room(config: Config) -> dict[str, Any]:
-    """What a kernel has in shared memory."""
+    """The items of a kernel's shared memory."""
     tiles = {"q": config.query, "k": config.key, "v": config.value, "do": st(config.rows, config.value_dim, config.dtype)}
     return {name: pipeline(tile, 1, config.warps) for name, tile in tiles.items()}
 
 
 @static
 class Recomputed:
-    """What tiles of such a kernel are made of: see Config."""
+    """Computes the tiles of such a kernel: see Config."""
 
     rows: int
     kv: int
@@ -170,11 +170,11 @@ class Recomputed:
 
     @inlined
     def weighted(self, n, tile, block, at, own, group, rooms, arrays, sums, scale):
-        """(dS times the derivatives of a warp's scores, of one tile and block of keys of a sequence, by what they read; i; j;
-        the same `at`). n: how many tiles came before."""
+        """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
+        j; `at` of these scores). n: how many tiles came before."""
         q, k, v, do = rooms
         gQ, gK, gV, gDO = arrays
-        if not self.sequences.apart:  # what lies behind the ends is another's
+        if not self.sequences.apart:  # behind the ends lie rows of another sequence
             gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
         if self.sequences.packed:
             gQ, gDO = truncate(gQ, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
@@ -208,6 +208,6 @@ class Recomputed:
 
 
 def recomputed(config: Config) -> Recomputed:
-    """What that kernel's tiles are made of."""
+    """The object that computes this kernel's tiles."""
     shape = config.rows, config.kv, config.others, config.surveyed, config.piece
     return Recomputed(*shape, config.variant, config.before, config.read, config.sequences, config.lie(config.others))
