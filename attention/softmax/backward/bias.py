@@ -1,5 +1,5 @@
-"""The gradient of a bias: a thread block has a tile of it, and goes through all heads, batches and tiles of queries that share
-it, one after the other."""
+"""The gradient of a bias: a thread block has a tile of it, and goes one after the other through all heads, batches and tiles of
+queries that share this tile."""
 
 import functools
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ from .results import of_sums
 
 @dataclass(frozen=True)
 class Config(recomputed_scores.Config):
-    """See recomputed_scores.Config. one_row: is the bias the same for all queries? adds: is its gradient added to what is
-    there?"""
+    """See recomputed_scores.Config. one_row: the bias is the same for all queries. adds: the gradient is added to what is
+    there."""
 
     one_row: bool = field(kw_only=True)
     adds: bool = field(default=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""Lists of tiles of queries: key_block_lists.py, from the side of the keys.
+"""Lists of tiles of queries: key_block_lists.py, seen from the keys.
 
 The same survey finds the classes of all tiles of queries and blocks of keys. `Gathering` then goes through those of a block of
 keys, for all query heads that share its head, and writes its list, a row of integers: how many tiles of queries see some of its
@@ -32,7 +32,7 @@ FACING = 128  # queries that a warp asks for at once, at most
 
 @inlined
 def class_of(classes, batch, head, group, tile, block):
-    """The class of a tile and a block for `group` heads together, from head `head` on."""
+    """The class of a tile and a block for `group` heads together, beginning with head `head`."""
     some, whole = int32(0), int32(0)
     for h in range(group):
         found = classes[batch, head + h, tile, block]
@@ -41,8 +41,8 @@ def class_of(classes, batch, head, group, tile, block):
 
 
 class Listed(Facing):
-    """Blocks of keys whose tiles of queries a list says: given.lists, by batch, head of keys and block. at.head: the first of
-    the query heads that share it."""
+    """A list says which tiles of queries see a block of keys: given.lists, by batch, head of keys and block. at.head: the first
+    of the query heads that share the head of keys."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -69,8 +69,8 @@ class Listed(Facing):
 
 
 class Ranked(Listed):
-    """The same of blocks that add to dQ in order: given.ranks says how many blocks before one have a tile in their lists, by
-    batch, head of keys, tile and block."""
+    """The same for blocks that add to dQ in order: given.ranks says, by batch, head of keys, tile and block, how many earlier
+    blocks have the tile in their lists."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Ranked(Listed):
 
 
 def facing(by_list: bool, ordered: bool) -> type[Facing]:
-    """What says which tiles of queries see a block of keys: a list, or their variant."""
+    """The class that says which tiles of queries see a block of keys: from a list, or from the variant."""
     return (Ranked if ordered else Listed) if by_list else Facing
 
 

@@ -1,11 +1,11 @@
 """Attention of a few query tokens, over a part of the keys: cp.async, ldmatrix and mma.sync, for sm_80 and later.
 
-Memory sets the speed: keys and values are read once, and each serves but a few rows. So the query heads that share a key head
-and all tokens are the rows of one tile, and a block's warps share the keys: each has some of every tile, which it brings, reads
-and weighs by itself, so that no warp waits for another before the end. There their parts are added, and where several blocks
-share a sequence's keys, those of the blocks, by combine.py. Which keys a block works on, splits.py says.
+Memory sets the speed: keys and values are read once, and each serves only a few rows. So the rows of one tile are all tokens,
+and all query heads that share a key head. The warps of a block share the keys: each has some of every tile, which it loads,
+reads and weighs by itself, so that no warp waits for another before the end. There their partial results are merged; if several
+blocks share the keys of a sequence, combine.py merges those of the blocks. splits.py says which keys a block works on.
 
-On Hopper the kernel begins while the one before it ends, and waits for it before it reads; so does combine.py's.
+On Hopper the kernel begins while the one before it ends, and waits for it before it reads; so does the kernel of combine.py.
 """
 
 import functools
@@ -48,15 +48,15 @@ from .results import Either, Part, PartOfPacked, Spot, Whole
 from .splits import Parted, Shares
 from .tokens import Alike, OneBehindTheOther
 
-PANEL = 32  # columns of O that a warp adds up at once: those of a panel of float32
+PANEL = 32  # columns of O that a warp adds up at once: a panel of float32
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads and what becomes of their scores; and its shape: `band` rows, `warps` of `keys` keys of
-    every tile each, stages of the pipelines, blocks that a multiprocessor is to hold. sums: what joins the sum of weights.
-    split: which keys a block works on. early: may it begin while the grid before it ends? lie: how query tokens lie. axes: how
-    many each array has that the variant's functions read. keys_norm: what becomes of keys before their scores."""
+    """Which caches a kernel reads, what becomes of their scores, and its shape: `band` rows of a tile, `warps` with `keys` keys
+    of every tile each, stages of the pipelines, and `resident` blocks of a multiprocessor. sums: what joins the sum of weights.
+    split: which keys a block works on. early: the kernel may begin while the grid before it ends. lie: how query tokens lie.
+    axes: how many axes each array has that the variant's functions read. keys_norm: the norm of keys before their scores."""
 
     head_dim: int
     value_dim: int
@@ -89,7 +89,7 @@ class Config:
 
     @property
     def given(self):
-        """What the kernel is told of all these."""
+        """The kernel's arguments for all these."""
         parts = self.reach, self.cache, self.product, self.keys_norm, self.variant, self.sums, self.result, self.lie(self.band)
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
@@ -101,7 +101,7 @@ class Config:
 
 
 BAND = 16  # rows of a tile
-MOST = 2 * BAND  # of a tall one
+MOST = 2 * BAND  # rows of a tall tile
 SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
     64: (32, 4, 2, 2),
     96: (16, 4, 3, 2),
@@ -156,7 +156,7 @@ def config_for(
 
 
 def either(of: dtype, piece: int) -> Either:
-    """Results that are whole or parts."""
+    """How results are stored if some are whole and others parts."""
     return Either(Whole(of, piece), Part(of, piece))
 
 
@@ -243,14 +243,14 @@ def make(config: Config):
 
     @inlined
     def following(there, k, gK, sequence, key, end, given):
-        """Where the next tile lies, from `key` on, and the one behind it, if that is looked up already."""
+        """Where the next tile lies, from `key` on, and the one behind it, if that one is looked up ahead."""
         if FAR:
             return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
         return cache.look(k, gK, sequence, key, end, given), there
 
     @inlined
     def whole_rows(tile, at):
-        """What the variant must know of queries' whole rows, before they are overwritten."""
+        """What the variant must know of whole rows of queries, before they are overwritten."""
         if variant.prepares:
             found = variant.of_queries(load(tile, ROWS), at)
             block.sync()
@@ -260,13 +260,13 @@ def make(config: Config):
 
     @inlined
     def ahead(i, head, given):
-        """What panel i of the queries takes of memory to become what the products take."""
+        """What is read from memory to prepare panel i of the queries for the products."""
         col = int32(Q.cols * i)
         return variant.ahead(Q.row_vec, col, given), norm.ahead(Q.row_vec, head, col, given)
 
     @inlined
     def panel(tile, made, i, known, of_queries, asked, at, head):
-        """Panel i of the queries, as the products take it; gives what is known of this one, too."""
+        """Prepare panel i of the queries for the products. Returns `known`, with what is known of this panel added."""
         x = variant.queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], at, Q.cols * i)
         y = product.queries(norm.queries(x, asked[1]))
         store(subtile(made, BAND, 0, Q.cols, i), y)
@@ -274,8 +274,8 @@ def make(config: Config):
 
     @inlined
     def taken(q, at, head, asked, scratch):
-        """Queries, once they are here, as the products take them, and what scores must know of them. asked: what a warp's own
-        panel takes of memory, if that was asked for."""
+        """(queries, once they have arrived, as the products take them; what scores must know of them). asked: what was loaded
+        ahead for the warp's own panel, or None."""
         tile = q.wait(0, GROUPS * AHEAD)
         if SAME:
             return tile, None
@@ -292,7 +292,7 @@ def make(config: Config):
 
     @inlined
     def add_up(o, l, unit, col, v, spot, given):
-        """Some columns of O, from `col` on: the sum of what all warps have, which goes where it belongs."""
+        """Sum up some columns of O over all warps, from `col` on, and store them."""
         addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
         store(subtile(addends, BAND, warp), o)
         block.sync()
@@ -313,7 +313,7 @@ def make(config: Config):
         opened = smem.open()
         q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
         if EARLY and IN_PARTS:
-            grid.release()  # combine.py's blocks may come, and wait
+            grid.release()  # the blocks of combine.py may begin, and wait
         rest, band = divmod(cuda.blockIdx.x, bands)
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
         if EARLY and not KNOWS:
@@ -335,8 +335,8 @@ def make(config: Config):
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
             if EARLY and KNOWS:
                 grid.wait(int32(first + n))
-            asked = ahead(warp, head, given) if SOON else None  # before keys, behind which it would come late
-            place = q.look_up(None, group, (0, spot.row), begin + end)  # a token's rows, and only these, lie in one place
+            asked = ahead(warp, head, given) if SOON else None  # ahead of the keys, behind which it would arrive late
+            place = q.look_up(None, group, (0, spot.row), begin + end)  # only the rows of one token lie side by side
             here = cache.look(k, gK, sequence, first, sees.end, given)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
             numbers = product.look(pipes, cache, sequence, first, sees.end, given)
@@ -382,7 +382,7 @@ def make(config: Config):
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
                 l = sums.total(l, m, scale, at)
-            o = seen.o * product.weight(weight, o_unit)  # the warps have met: nobody reads values any more
+            o = seen.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
             add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
             if PARTS > 1:
                 block.sync()
@@ -394,6 +394,6 @@ def make(config: Config):
                 result.store_sums(m + log2(l) / scale, scale, spot, given)
             work = split.next(work, tokens, given)
             if work.left > 0:
-                block.sync()  # nobody reads addends any more, which lie where values will
+                block.sync()  # the addends are no longer read; values will come to their place
 
     return attend, smem

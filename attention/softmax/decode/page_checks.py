@@ -1,4 +1,5 @@
-"""Are the pages, and the batches of a cache, that sequences are said to lie in there? Asked where numbers are looked at."""
+"""Do the pages and the batches of a cache exist in which sequences are said to lie? Checked where values are
+(tiles/checks.py)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from tiles.schema import Problem
 
 
 class Placed(NamedTuple):
-    """A step that reads page tables, or a batch_index, and launches nothing. ValueError: they name what there is not, for keys
-    that are looked at. left: how many of those before a sequence's first new token are; None: all."""
+    """A step that reads page tables, or a batch_index, and launches nothing. ValueError: they name a page or a batch that does
+    not exist, for keys that are used. left: how many keys before a sequence's first new token are used; None: all."""
 
     problem: Problem
     left: int | None
@@ -40,6 +41,6 @@ class Placed(NamedTuple):
 
 
 def placed(problem: Problem, left: int | None = None) -> list[Step]:
-    """A Placed, where there is something to look at and numbers are looked at: tiles/checks.py says where."""
+    """[Placed], if there is something to check and values are checked (tiles/checks.py says where); else []."""
     there = "pages" in problem or "batch_index" in problem
     return [Placed(problem, left)] if there and (problem.device is None or asked().values) else []
