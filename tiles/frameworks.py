@@ -61,8 +61,8 @@ class Kind:
 
     def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Callable] | None:
         """(whether arrays are all that these are but for their addresses, asked at once; what says that this is not to be
-        asked now; the current stream of a device), if there is such a question: see again.py. shapes, strides: those of these
-        arrays, in elements, None for what may be another."""
+        asked now; the current stream of a device), if there is such a question: see guarded_calls.py. shapes, strides: those of
+        these arrays, in elements, None for what may be another."""
         return None
 
     def home(self, array: Array) -> Any:

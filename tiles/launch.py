@@ -41,13 +41,13 @@ from .arguments import (
     types_of,
 )
 from .arrays import ABSENT, Form, Number, Operand, c_ordered
-from .bound import Bound, Contents, Frames
+from .bound_launch import Bound, Contents, Frames
 from .device import device
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
 from .lengths import made
-from .loaded import Loaded, load
-from .plumbing import Value
+from .loaded_code import Loaded, load
+from .numba_types import Value
 from .recording import Recorded
 from .recording import now as recording_now
 from .types import gl

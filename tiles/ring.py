@@ -32,8 +32,8 @@ from . import ptx
 from .builder import i32
 from .interpreter import here
 from .layout import LANES, WARPGROUP
+from .numba_types import compile_time, void
 from .op import integer, lowers, op
-from .plumbing import compile_time, void
 from .types import gl, rv, st, sv
 from .values import SharedTile
 

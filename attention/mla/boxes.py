@@ -51,12 +51,10 @@ class Indexed(Dense):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"batch_index": ENDS}
 
     @inlined
     def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        """See Dense."""
         batch = int32(given.batch_index[sequence])
         latent.fill(j, gLatent, (batch, key, 0, 0))
         rotary.fill(j, gRotary, (batch, key, 0, BEHIND))
@@ -74,11 +72,9 @@ class Paged(Dense):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"pages": TABLE, "page_size": INT}
 
     def source(self, tile: st) -> Any:
-        """See Dense."""
         return tiled(st(tile.rows // self.parts, tile.cols, tile.dtype), unit=1)
 
     @inlined

@@ -18,7 +18,7 @@ from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import parts_of
 from ..softmax.decode.launches import by_rows
-from ..softmax.decode.placed import placed
+from ..softmax.decode.page_checks import placed
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
 from ..softmax.fp8 import of_fp8

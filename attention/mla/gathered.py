@@ -79,7 +79,6 @@ class Narrow(Gathered):
         return rt(BAND, LATENT // self.blocks, fp8e4m3)
 
     def source(self, tile: st) -> Any:
-        """See Gathered."""
         return array(4, fp8e4m3 if tile.cols == LATENT else tile.dtype)
 
     @inlined
@@ -103,7 +102,6 @@ class Narrow(Gathered):
 
     @inlined
     def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
-        """See Gathered."""
         rows, rank = self.part.rows, warpgroup.rank()
         key = int32(first + rows * rank)
         latents = self.start(pipes, int32(0), gLatent, gRotary, gDescale, sequence, key, end, given)

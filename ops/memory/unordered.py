@@ -23,13 +23,13 @@ from tiles.builder import i64
 from tiles.dtypes import DTYPES, bf16, fp16
 from tiles.interpreter import here
 from tiles.interpreter.accesses import READ
+from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import SCALARS, void
 from tiles.ring import peers_at, peers_of
 from tiles.types import rt, rv, st
 from tiles.values import Tile
 
-from . import global_vectorized
+from . import global_vectorized, quad_exchange
 from .load_store import check_load, check_store, load_rows, store_rows
 
 QUAD_OF_16 = 32  # columns of 2 bytes that a quad reads at once
@@ -46,7 +46,7 @@ def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
     Tiles in row layout, of 32 columns or a multiple (64 for fp8, which come from fp8 only; 16 for arrays of fp32); rows
     before columns in the array. Vectors of as many columns, not of fp8, along the array's last axis. aligned: None, or for a
     tile True, a promise as in `load`."""
-    return load_rows(source, spec, at, rows, cols, aligned, 0)[:, global_vectorized.order(spec, DTYPES[source.dtype])]
+    return load_rows(source, spec, at, rows, cols, aligned, 0)[:, quad_exchange.order(spec, DTYPES[source.dtype])]
 
 
 @op(takes_operands=True)
@@ -54,7 +54,7 @@ def store_unordered(target, value, at, rows=-2, cols=-1):
     """target[...] = value, as `store`, for a tile with columns as `load_unordered` gave them: those of arrays with as many
     bytes an element; for an fp8 array those of 2-byte arrays, unless the tile itself is fp8."""
     held = DTYPES[target.dtype]
-    places = np.argsort(global_vectorized.order(value.spec, bf16 if _narrows(value.spec, held) else held))
+    places = np.argsort(quad_exchange.order(value.spec, bf16 if _narrows(value.spec, held) else held))
     store_rows(target, Tile(value.spec, held.round(value.array[:, places])), at, rows, cols, None, 0)
 
 
@@ -70,7 +70,7 @@ def _check(name, array, spec, rows, cols, stores=False):
     held, moved = SCALARS[array.dtype], spec
     if stores and _narrows(spec, held) and spec.cols % QUAD_OF_16 == 0:
         moved = replace(spec, dtype=held)
-    columns = global_vectorized.columns_at_once(2 if moved is not spec else held.itemsize)
+    columns = quad_exchange.columns_at_once(2 if moved is not spec else held.itemsize)
     if not global_vectorized.suits(array, moved, rows, cols) or spec.shape[1] % columns:
         raise TypeError(
             f"{name}: takes tiles in row layout of a multiple of {columns} columns, along the later of two axes, "
@@ -107,7 +107,7 @@ def load_pages(pool, spec, found, at, last):
         raise warp.hazard(f"load_pages: {why}")
     warp.touches(pool, READ)
     values, _ = warp.from_pages(np.asarray(pool), found, at, last, range(spec.rows), spec.cols)
-    return values().astype(np.float32)[:, global_vectorized.order(spec, spec.dtype)]
+    return values().astype(np.float32)[:, quad_exchange.order(spec, spec.dtype)]
 
 
 @op(takes_operands=True)
@@ -115,7 +115,7 @@ def store_widened(tile, value, ring=None, j=0):
     """tile[:] = value, with its columns in their own order again. tile: st(16, n) of 2 bytes an element. value: rt(16, n) of
     fp8, as load_unordered and load_pages give it, n a multiple of 64. ring: of whose j-th tile it is a part; the other blocks
     that share the ring get it, too, without waiting for it (st.async)."""
-    values = value.array[:, np.argsort(global_vectorized.order(value.spec, value.dtype))]
+    values = value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))]
     here().write(tile, values)
     for arrivals in peers_of(ring, j) if ring else ():
         here().write_async(tile, values, arrivals)
@@ -132,7 +132,7 @@ def _(pool, spec: type, found, at, last):
     held = SCALARS.get(pool.dtype) if isinstance(pool, types.Array) else None
     if not _fits(spec, held):
         raise TypeError(f"load_pages: takes an fp8 array and a type rt({BAND}, {QUAD_OF_8} n) of its dtype, got {spec}, {pool}")
-    if not (isinstance(found, types.UniTuple) and found.count in (2 * BAND // global_vectorized.HALF, 2 * BAND)):
+    if not (isinstance(found, types.UniTuple) and found.count in (2 * BAND // quad_exchange.HALF, 2 * BAND)):
         raise TypeError(f"load_pages: takes what look_up has found for st({BAND}, n, {held}, {QUAD_OF_8}), got {found}")
     if not (isinstance(at, types.BaseTuple) and len(at) == pool.ndim - 1 and all(map(integer, (last, *at)))):
         raise TypeError(f"load_pages: `at` must be {pool.ndim - 1} integers and `last` one, got {at} and {last}")
@@ -145,7 +145,7 @@ def _(pool, spec: type, found, at, last):
         lane, rows = b.lane(), b.unpack(vfound)
         data = b.add(data, b.zext(b.mul(b.and_(lane, b.u32(3)), b.u32(16)), i64))
         own, words = b.add(b.u32(first), b.lshr(lane, b.u32(2))), []
-        for down, number, inside in zip(range(0, BAND, global_vectorized.HALF), rows[::2], rows[1::2], strict=True):
+        for down, number, inside in zip(range(0, BAND, quad_exchange.HALF), rows[::2], rows[1::2], strict=True):
             exists = b.zext(b.icmp_signed("<", b.add(own, b.u32(down)), b.u32(vlast)), own.type)
             line = b.add(data, b.add(b.mul(b.sext(number, i64), strides[0]), b.mul(b.zext(inside, i64), strides[1])))
             for col in range(0, spec.cols, QUAD_OF_8):
