@@ -1,5 +1,5 @@
-"""Do all ranks ask for the same? One small all-gather of a digest says so, when a form of call comes for the first time, before
-anything else travels; then it is remembered. What one rank may not ask for is an error on every rank."""
+"""Checks that all ranks make the same call: by one small all-gather of a digest, when a form of call comes for the first time
+and before anything else is sent. The result is remembered. An error on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..softmax.python_functions import named
 from .peers import Peers, of_torch
 
 T = TypeVar("T")
-FORMS = 1024  # that are remembered
+FORMS = 1024  # how many forms of calls are remembered
 REFUSED = TypeError, ValueError, NotImplementedError
 PLAIN = frozenset([bool, int, float, str])
 _KNOWN: dict[Hashable, Any] = {}
 
 
 def remembered(key: Hashable) -> Any:
-    """What `agreed` gave for this form, or None."""
+    """What `agreed` returned for this form, or None."""
     return _KNOWN.get(key)
 
 
@@ -63,14 +63,15 @@ def agreed(peers: Sequence[Peers], key: Hashable, plan: Callable[[], tuple[str, 
 
 
 def differences(said: Sequence[str]) -> str:
-    """What each rank says, as far as it is not what all say."""
+    """The parts of what each rank says in which ranks differ, in words."""
     parts = [one.split("; ") for one in said]
     shared = set(parts[0]).intersection(*parts[1:])
     return "\n".join([f"rank {rank}: {'; '.join([x for x in one if x not in shared])}" for rank, one in enumerate(parts)])
 
 
 def form_of(x: Any) -> Hashable:
-    """What decides a call of an option: of arrays what they are, not what they hold; of functions what they do."""
+    """A key for an option's value, equal for values that make the same call: of an array its form, not its elements; of a
+    function its code."""
     if x is None or type(x) in PLAIN:
         return x
     if hasattr(x, "shape"):
@@ -85,7 +86,7 @@ def form_of(x: Any) -> Hashable:
 
 
 def words_of(name: str, x: Any) -> str:
-    """The same in words, as far as ranks must have it in common."""
+    """The same in words, as far as ranks must agree on it."""
     if name == "bias":
         return f"{(*x.shape[:2], x.shape[2] > 1, x.shape[3])}"
     if isinstance(x, (tuple, list)):

@@ -1,7 +1,8 @@
-"""Keys and values of others that are copied while attention reads them: which, in which order, and what blocks of keys await.
+"""Keys and values that are copied from other ranks while attention already reads: which, in which order, and for how many
+copies each block of keys waits.
 
-A rank puts its own where the others map them (mapped.py), and copies from them what its queries see. A thread block of
-attention reads keys from the last to the first, so later ones are copied first, and waits for a copy only where it comes to its
+A rank puts its own keys where the others map them (mapped.py), and copies from the others what its queries see. A thread block
+of attention reads keys from the last to the first, so later keys are copied first; it waits for a copy only when it needs its
 keys."""
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from .gather_in_place import SERVED, before_it, seen_of
 from .orders import Span, Spans, count, places
 from .pieces import Call
 
-MOST, LEAST = 4, 2**22  # copies of a span, and bytes of one: the first must come soon, and each takes the host some 10 us
+# the most copies for a span, the fewest bytes of one: the first must arrive soon, but each costs the host some 10 us
+MOST, LEAST = 4, 2**22
 
 
 class Copy(NamedTuple):
-    """Of keys and of values, rows of a rank's share, and where they come to among all others'."""
+    """A copy of some rows of a rank's share, of keys and of values, and where it goes among the rows of all other ranks."""
 
     rank: int
     source: Span

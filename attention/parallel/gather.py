@@ -1,10 +1,11 @@
 """Scheme "gather": keys and values come to the queries, as far as these see them.
 
-Each query sees all its keys in one call, so out and lse are what one GPU gives, bit by bit, however many ranks there are.
-A rank's own keys stay where they are, if they can (gather_in_place.py). Something is computed while keys are under way: of a
-window the queries that see their own rank's keys alone; of many keys the first heads', which come before the others; between
-ranks that map each other's memory what has come (arrival.py). Gradients of keys and values are
-added up in float32 at the rank whose queries they are of, and then, in the order of ranks, at the rank that has them."""
+Each query sees all its keys in one call, so out and lse have the same bits as on one GPU, however many ranks there are. A
+rank's own keys stay where they are, if that is possible (gather_in_place.py). While keys are under way, the rank computes what
+it can: with a window, the queries that see only keys of their own rank; with many keys, the first heads, which are sent before
+the others; between ranks that map each other's memory, the blocks of keys that have arrived (arrival.py). Gradients of keys and
+values are added up in float32, first at the rank that has the queries, then, in the order of ranks, at the rank that has the
+keys."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ class Turn(NamedTuple):
 
 
 class Gather:
-    """Of ranks that have these queries and these keys each."""
+    """The scheme, for ranks that have these queries and these keys each."""
 
     name = "gather"
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...]):
         self.peers, self.queries, self.keys = peers, queries, keys
-        self.known: dict[Any, Any] = {}  # what follows from the call's form, which is always the same
+        self.known: dict[Any, Any] = {}  # what follows from the form of a call; an object serves calls of one form
 
     def attend(self, q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         """(out, lse) of this rank's queries."""
@@ -84,8 +85,8 @@ class Gather:
         return out, lse
 
     def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
-        """Add the gradients of `attend` to what is found."""
-        drops = bool(call.told.get("dropout"))  # by piece, so that these must be those of `attend`
+        """Add the gradients of `attend` to `found`."""
+        drops = bool(call.told.get("dropout"))  # by piece: the pieces must be those of `attend`
         in_turn = self._in_turn(k, call) if drops else self._in_turn_back(k)
         cut = None if drops else runs(self.queries[self.peers.rank])
         moving = [(heads, self._fetch(k, v, call, heads)) for heads in in_turn]
@@ -106,7 +107,7 @@ class Gather:
             on_their_way_back.wait()
 
     def _arrival(self, q: Any, call: Call) -> Arrival | None:
-        """How keys and values come while they are read; None: they are all waited for."""
+        """How keys and values arrive while they are read; None if all of them are waited for."""
         found = self.known.get("arrival", False)
         if found is False:
             serves = call.plain and remote_keys.serves(q.device, *call.head_dims)
@@ -115,7 +116,7 @@ class Gather:
         return found
 
     def _others(self, k: Any, v: Any, call: Call) -> Others | None:
-        """How others' keys and values come, if own ones stay where they are."""
+        """How other ranks' keys and values arrive, if this rank's own stay where they are; else None."""
         found = self.known.get("others", False)
         if found is False:
             every, rank = all_heads(k.shape[2]), self.peers.rank
@@ -126,7 +127,7 @@ class Gather:
         return found
 
     def _turns(self, q: Any, k: Any, call: Call) -> list[Turn]:
-        """What is done for a call; remembered if calls of this form differ in nothing but q, k and v."""
+        """The turns of a call; remembered if calls of this form differ in nothing but q, k and v."""
         found = self.known.get("turns")
         if found is None:
             call = sloped(call, q.shape[0])
@@ -145,8 +146,8 @@ class Gather:
         return Turn(heads, self._way(k, call, heads), None if heads == all_heads(k.shape[2]) else mine, theirs, parts)
 
     def _by_rows(self, k: Any, call: Call) -> list[Turn]:
-        """Of a window first the queries that see their own rank's keys alone, and then the others, whose keys come; nothing if
-        on some rank the former are not most. So keys are neither waited for nor copied."""
+        """Two turns for a window: first the queries that see only keys of their own rank, then the others, whose keys arrive
+        meanwhile. [] if on some rank the former are not the majority."""
         if not mostly_at_home(call, self.queries, self.keys):
             return []
         rank, every = self.peers.rank, all_heads(k.shape[2])
@@ -169,7 +170,7 @@ class Gather:
         return [Turn(every, None, None, call, at_home), coming]
 
     def _in_turn(self, k: Any, call: Call) -> list[Span]:
-        """The key heads that come one after the other."""
+        """The groups of key heads that are sent one after the other."""
         found = self.known.get("in turn")
         if found is None:
             heads = k.shape[2]
@@ -178,8 +179,8 @@ class Gather:
         return found
 
     def _in_turn_back(self, k: Any) -> list[Span]:
-        """The same of gradients: a quarter comes first, if so many heads' blocks of keys fill the GPU beside the fewest
-        queries."""
+        """The same for gradients: a quarter of the heads comes first, if their blocks of keys fill the GPU even on the rank
+        with the fewest queries."""
         found = self.known.get("in turn back")
         if found is None:
             heads, fewest = k.shape[2], min([len(run) for spans in self.queries for _, run in runs(spans)], default=0)
@@ -189,24 +190,24 @@ class Gather:
         return found
 
     def _wanted(self, call: Call, heads: Span) -> tuple[Cut, ...]:
-        """What each rank wants of the keys."""
+        """The cut of the keys that each rank wants."""
         found = self.known.get(heads)
         if found is None:
             found = self.known[heads] = tuple([Cut(call.reach_of(spans), heads) for spans in self.queries])
         return found
 
     def _way(self, k: Any, call: Call, heads: Span) -> Way:
-        """That of the keys of these heads that this rank's queries see."""
+        """The Way of the keys, of these heads, that this rank's queries see."""
         held = tuple([Cut(spans, all_heads(k.shape[2])) for spans in self.keys])
         return way(self.peers.rank, held, self._wanted(call, heads))
 
     def _fetch(self, k: Any, v: Any, call: Call, heads: Span) -> Moving:
-        """These keys, and the values, on their way."""
+        """Send for these keys and their values."""
         its = self._way(k, call, heads)
         return move(self.peers, (k, its), (v, its))
 
     def _joined(self, call: Call, q: Any) -> list[tuple[slice, Piece, slice]]:
-        """All spans at once, if they can be."""
+        """This rank's spans as one call, if that is possible."""
         part = self.known.get("joined", False)
         if part is False:
             part = self.known["joined"] = call.joined(self.queries[self.peers.rank], q.shape[0])
@@ -225,6 +226,6 @@ class Gather:
 
 
 def fetched(spans: Spans, one: Span) -> slice:
-    """Where a span lies among rows that were fetched, which are those of `spans`."""
+    """Where the rows of a span lie among those that were fetched, which are the rows of `spans`."""
     found = [at + one.start - span.start for at, span in places(spans) if span.start <= one.start < span.stop]
     return slice(found[0], found[0] + len(one))

@@ -1,5 +1,5 @@
-"""Keys and values of others come to memory of their own, and attention reads a rank's own where they are: nothing is put
-together, and what a call of this form does on the host is little (bench/test_host_ranks.py)."""
+"""Scheme "gather" without putting keys together: other ranks' keys and values are received in arrays of their own, and
+attention reads this rank's own where they are. Such a call costs the host little time (bench/test_host_ranks.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .orders import Span, Spans
 from .peers import Peers
 from .pieces import Call, Piece
 
-SERVED = {"causal", "scale", "deterministic"}  # what such a call may be told
-ALIGNMENT = 16  # bytes, of what TMA reads
+SERVED = {"causal", "scale", "deterministic"}  # the options that such a call may have
+ALIGNMENT = 16  # bytes: addresses that TMA reads are multiples of this
 
 
 class Others:
-    """What calls of a form have in common: own are a rank's keys, `its` the way to all that its queries see, as one launch,
-    `piece`."""
+    """What calls of one form have in common. own: the spans of this rank's keys. its: the Way to all keys that its queries see.
+    piece: the one launch."""
 
     def __init__(self, k: Any, v: Any, own: Spans, its: Way, piece: Piece, call: Call):
         self.lengths, self.seen = piece.options["lengths_k"], seen_of(piece, own, call)
@@ -28,7 +28,7 @@ class Others:
 
     @staticmethod
     def of(k: Any, v: Any, queries: Spans, own: Spans, its: Way, call: Call) -> Others | None:
-        """None: there are none, or calls are not of this form."""
+        """The object for calls of this form; None if they cannot be served like this."""
         piece = call.joined(queries, k.shape[0], least=1) if call.plain and call.told.keys() <= SERVED else None
         at_blocks = all([end % BLOCK == 0 or end == call.keys for span in own for end in span])
         if piece is None or not (its.by_rows and its.receives and at_blocks and len(own) <= 2 and k.shape[0] == 1):
@@ -48,8 +48,8 @@ class Others:
 
 
 class _Parts:
-    """Those of keys, or of values: what makes the array that others' come to, and what is sent of x, and received there, each
-    (rank, which part); None: all of it."""
+    """The parts of keys, or of values: the function that makes the array for other ranks' rows, and what is sent of x and
+    received in that array, each as (rank, which part); a part that is None is all of it."""
 
     def __init__(self, x: Any, rows: int, own: Spans, its: Way):
         self.make, each = made_like(x, rows), math.prod(x.shape[2:])
@@ -65,7 +65,7 @@ class _Parts:
 
 
 def seen_of(piece: Piece, own: Spans, call: Call) -> remote_keys.Seen:
-    """What such a call is told."""
+    """The numbers that such a call takes."""
     end = piece.keys.stop
     first, second = (own + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
@@ -73,10 +73,10 @@ def seen_of(piece: Piece, own: Spans, call: Call) -> remote_keys.Seen:
 
 
 def before_it(spans: Spans, key: int) -> int:
-    """How many keys of spans come before one."""
+    """How many keys of the spans come before this key."""
     return sum([len(span.within(Span(0, key))) for span in spans])
 
 
 def adjacent(*arrays: Any) -> bool:
-    """Do their elements lie one behind the other, from such an address on as TMA takes?"""
+    """Are these arrays contiguous, at addresses that TMA takes?"""
     return all([x.is_contiguous() and not x.data_ptr() % ALIGNMENT for x in arrays])

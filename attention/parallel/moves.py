@@ -1,9 +1,10 @@
-"""An array that is cut between ranks, cut otherwise: the one thing that travels.
+"""Redistribution of an array among ranks: all that schemes send is sent by this module.
 
-Each rank has some rows of all heads, or some heads of all rows, or whatever a `Cut` says. `move` brings an array from the cuts
-that ranks have to those that they want, a tensor for each rectangle that two ranks have in common; what comes to its place as
-it is comes there without a copy. `gathered_sums` is its transpose: what several ranks have of an element is added up where it
-belongs, in float32, in the order of ranks, so that its bits do not depend on what arrives first."""
+Each rank holds a `Cut` of the array: some rows of all heads, some heads of all rows, or any rows and heads. `move` brings the
+array from the cuts that ranks hold to those that they want, with a message for each rectangle that two ranks have in common; a
+rectangle that is contiguous in its place is received there without a copy. `gathered_sums` is the transpose: the values that
+several ranks have of an element are added up at the rank that holds it, in float32 and in the order of ranks, so that the bits
+do not depend on what arrives first."""
 
 from __future__ import annotations
 
@@ -20,31 +21,31 @@ from tiles.frameworks import kind_of
 from .orders import Span, Spans, count, places
 from .peers import Peers, Pending
 
-WIDE = torch.float64  # what bytes are copied as
+WIDE = torch.float64  # the dtype as which bytes are copied, eight at a time
 
 
 def _as_strided(x: Any, size: tuple[int, ...], strides: tuple[int, ...], first: int) -> Any:
     return x.as_strided(size, strides, x.storage_offset() + first)
 
 
-# A view of an array from an element on, as torch.compile's code makes it, in half of the time that others take
+# A view of an array from some element on, made as torch.compile's code does, which takes half of the time of as_strided
 strided = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_reinterpret_tensor", _as_strided)
 
 
 class Cut(NamedTuple):
-    """What a rank has of an array (batch, rows, heads, ..): the rows of spans, one behind the other, of these heads."""
+    """What a rank holds of an array (batch, rows, heads, ..): the rows of some spans, one behind the other, of these heads."""
 
     spans: Spans
     heads: Span
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, heads) of what it has."""
+        """(rows, heads) of the cut."""
         return count(self.spans), len(self.heads)
 
 
 class Box(NamedTuple):
-    """A rectangle that two cuts have in common: its rows and heads in the one and in the other."""
+    """A rectangle that two cuts have in common: its rows and heads in the first cut and in the second."""
 
     rows: slice
     heads: slice
@@ -53,7 +54,7 @@ class Box(NamedTuple):
 
 
 def common(source: Cut, target: Cut) -> list[Box]:
-    """The rectangles that both have, in one order whoever asks."""
+    """The rectangles that two cuts have in common, in the same order on every rank."""
     heads = source.heads.within(target.heads)
     found: list[Box] = []
     if not len(heads):
@@ -81,13 +82,13 @@ Strided = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, first e
 
 
 def view_of(rows: slice, heads: slice) -> View:
-    """That of a rectangle."""
+    """The View of a rectangle."""
     return (rows.start, rows.stop - rows.start), (heads.start, heads.stop - heads.start)
 
 
 class Split:
-    """Ranges of an axis that has so many elements. Those that do not overlap are split off in one call, which takes as long as
-    one of them by itself."""
+    """Several ranges of an axis of `extent` elements. Ranges that do not overlap are split off in one call, which takes no
+    longer than one range by itself."""
 
     def __init__(self, extent: int, ranges: Sequence[Range]):
         self.ranges, self.sizes = list(dict.fromkeys(ranges)), []
@@ -130,19 +131,20 @@ class Views:
 
 
 class Way:
-    """How an array (batch, rows, heads, ..) gets from the cuts that ranks have to those that they want, as one of them sees it:
-    found once, for what it takes is time.
+    """How an array (batch, rows, heads, ..) gets from the cuts that ranks have to those that they want, as one rank sees it.
+    Computed once for all calls of a form, because it takes time.
 
-    own: what this rank has itself, where it is, and where it goes. sends: what it sends, to whom; kept: where the same lies
-    among what it wants, or None, for what is not contiguous in its own place may be so there, and then no memory is taken
-    besides. receives: from whom; sources: which rows of what that one has. here, there: the Views of what it has, own and sent,
-    and of what it wants, own and received. most: rows that a rank has. shape: (rows, heads) of what it wants; whole: does all
-    of it come from somewhere? by_rows: does all of it, and are all parts rows of all heads?"""
+    own: what this rank has itself: where it lies, and where it goes. sends: what it sends, and to whom. kept: for each of
+    these, where the same lies among what the rank wants, or None; if it is contiguous there but not in its source, the copy
+    there is sent. receives: from whom; sources: which rows of the sender's. here, there: the Views of what the rank has (own
+    and sent) and of what it wants (own and received). most: the most rows of a rank. shape: (rows, heads) of what it wants.
+    whole: all of that comes from some rank. by_rows: the same, and all parts are rows of all heads."""
 
     def __init__(self, rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]):
         self.shape, self.nothing = targets[rank].shape, len(sources) == 1 and sources == targets
         have, want = sources[rank], targets[rank]
-        others = [(rank + step) % len(sources) for step in range(1, len(sources))]  # the next comes first: none is everybody's
+        # beginning with the next rank, so that no rank is everybody's first
+        others = [(rank + step) % len(sources) for step in range(1, len(sources))]
         own = common(have, want)
         going = [(other, box) for other in others for box in common(have, targets[other])]
         coming = [(other, box) for other in others for box in common(sources[other], want)]
@@ -159,7 +161,7 @@ class Way:
         self.by_rows = self.whole and not self.nothing and None not in (self.here.of_all_heads, self.there.of_all_heads)
 
     def rows_of(self, x: Any) -> Rows:
-        """The Rows of an array, if it is by_rows."""
+        """The Rows of an array, for a Way that is by_rows."""
         form = x.shape, x.stride(), x.dtype, x.device
         found = self.rows.get(form)
         if found is None:
@@ -169,12 +171,12 @@ class Way:
 
 @functools.lru_cache(1024)
 def way(rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]) -> Way:
-    """The Way of a rank. Who is in a hurry keeps it."""
+    """The Way of a rank, from a table; callers for whom the lookup takes too long keep it."""
     return Way(rank, sources, targets)
 
 
 def _within(box: Box, own: Box) -> tuple[slice, slice] | None:
-    """Where a box of the same source lies in the target of `own`, if that has it, and all of its heads."""
+    """Where a box of the same source lies in the target of `own`; None unless that contains it and all of its heads."""
     if box.heads != own.heads or box.rows.start < own.rows.start or box.rows.stop > own.rows.stop:
         return None
     first = own.to_rows.start - own.rows.start
@@ -182,13 +184,13 @@ def _within(box: Box, own: Box) -> tuple[slice, slice] | None:
 
 
 class Moving:
-    """Arrays on their way: `wait` gives them."""
+    """Arrays on their way; `wait` returns them."""
 
     def __init__(self, found: list[Any], pending: Pending, late: Sequence[tuple[Any, Any]]):
         self.found, self.pending, self.late = found, pending, late
 
     def wait(self) -> list[Any]:
-        """The arrays, of this rank's targets, when all of them are here."""
+        """Wait until all messages have arrived; the arrays that this rank wanted."""
         self.pending.wait()
         for place, tensor in self.late:
             place.copy_(tensor)
@@ -197,7 +199,7 @@ class Moving:
 
 
 def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
-    """Arrays, each by its way, as one message between two ranks. What no rank has is 0."""
+    """Send several arrays, each by its Way, with one message between any two ranks. Elements that no rank has are 0."""
     if all([its.by_rows and x.shape[0] == 1 and (peers.maps or x.is_contiguous()) for x, its in routes]):
         return _move_rows(peers, routes)
     every: list[Any] = []
@@ -216,7 +218,7 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
         todo.append((its, found, here, there, every[-1].dtype))
         parts += here[: its.own]
         places += there[: its.own]
-    if parts and gaps:  # then it is their copy that is sent
+    if parts and gaps:  # then their copies are sent
         torch._foreach_copy_(places, parts)  # on a GPU one launch for all of one dtype
     for its, found, here, there, dtype in todo:
         for rank, part, kept in zip(its.sends, here[its.own :], its.kept):
@@ -233,18 +235,19 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
                 receives.append((rank, tensor if tensor.dtype == dtype else tensor.view(dtype)))
     pending = peers.exchange(sends, receives)
     if parts and not gaps:
-        torch._foreach_copy_(places, parts)  # while messages begin, which find the GPU's multiprocessors taken otherwise
+        torch._foreach_copy_(places, parts)  # while messages begin: otherwise these would find all multiprocessors busy
     return Moving(every, pending, late)
 
 
 def made_like(x: Any, rows: int) -> Callable[[], Any]:
-    """What makes arrays like x, of a batch of one and of so many rows: in less time than torch.empty takes."""
+    """A function that makes arrays like x with a batch of one and so many rows, in less time than torch.empty takes."""
     return kind_of(x, "x").maker(x.device, (1, rows, *x.shape[2:]), str(x.dtype).removeprefix("torch."))
 
 
 class Rows:
-    """What `move` repeats of arrays that have the form of x, of which rows of one batch travel: what makes the array that they
-    come to, and (size, strides, first element) of each part. own: of own rows here and there; sends, receives: (rank, part)."""
+    """What `move` need not compute again for arrays of the form of x, if rows of one batch travel: the function that makes the
+    array they come to, and (size, strides, first element) of each part. own: of own rows here and there. sends, receives:
+    (rank, part)."""
 
     def __init__(self, x: Any, its: Way):
         shape = (1, *its.shape, *x.shape[3:])
@@ -263,7 +266,7 @@ class Rows:
 
 
 def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Way]]) -> Moving:
-    """The same of rows of one batch, all parts of which are contiguous, so that no more is asked."""
+    """The same for rows of one batch, all parts of which are contiguous, so that nothing else must be checked."""
     sends: list[Any] = []
     receives: list[Any] = []
     every, places, parts, brought = [], [], [], []
@@ -286,8 +289,8 @@ def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Way]]) -> Moving:
 
 
 def wide(*arrays: Any) -> list[Any]:
-    """The same bytes, eight to an element if they all lie so behind their heads: of rows with gaps between them a copy takes an
-    element at a time."""
+    """The same bytes, seen as elements of eight bytes if that is possible for all arrays: torch copies rows with gaps between
+    them element by element."""
     for x in arrays:
         each = max(1, WIDE.itemsize // x.element_size())
         if x.ndim < 4 or x.stride(-1) != 1 or any([n % each for n in (*x.stride()[:-1], x.storage_offset(), x.shape[-1])]):
@@ -296,13 +299,13 @@ def wide(*arrays: Any) -> list[Any]:
 
 
 class Sums:
-    """Sums on their way: `wait` gives them. parts: (rank, where it is added, what) of each; to be waited for first."""
+    """Sums on their way; `wait` returns them. parts: (rank, where it is added, what) of each message."""
 
     def __init__(self, found: list[Any], pending: Pending, parts: list[tuple[int, Any, Any]]):
         self.found, self.pending, self.parts = found, pending, parts
 
     def wait(self) -> list[Any]:
-        """The sums, added up in the order of ranks."""
+        """Wait until all messages have arrived; the sums, added up in the order of ranks."""
         self.pending.wait()
         for _, place, part in sorted(self.parts, key=itemgetter(0)):
             place.add_(part)
@@ -311,13 +314,13 @@ class Sums:
 
 
 def gathered_sums(peers: Peers, *routes: tuple[Any, Way]) -> list[Any]:
-    """Of each array the sum, over ranks from which a way leads to an element, of what they have; in its dtype, which is float32
-    where sums matter."""
+    """For each array, at the rank that holds an element, the sum of the values that other ranks have of it. Sums are in the
+    dtype of the array, which should be float32."""
     return sums_on_their_way(peers, *routes).wait()
 
 
 def sums_on_their_way(peers: Peers, *routes: tuple[Any, Way], into: Sequence[Any] | None = None) -> Sums:
-    """The same, while something else is computed; into: arrays that they are added to."""
+    """The same, without waiting for it. into: arrays to which the sums are added."""
     found = list(into or [x.new_zeros((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes])
     sends, receives, parts = [], [], []
     for total, (x, its) in zip(found, routes):
@@ -332,7 +335,7 @@ def sums_on_their_way(peers: Peers, *routes: tuple[Any, Way], into: Sequence[Any
 
 
 def _batches(x: Any) -> Sequence[Any]:
-    """The batches of an array, each of which is contiguous if the array's rows are."""
+    """The batches of an array; each is contiguous if the array's rows are."""
     return (x,) if x.shape[0] == 1 else x.unbind(0)
 
 
@@ -341,5 +344,5 @@ def _size(box: Box) -> int:
 
 
 def all_heads(heads: int) -> Span:
-    """All of so many."""
+    """The span of all heads."""
     return Span(0, heads)

@@ -1,7 +1,7 @@
-"""Which tokens of a sequence each rank has: orders, as objects with the same method.
+"""Which tokens of a sequence each rank has: two orders, as objects with the same method.
 
-A sequence is cut into blocks of `block` tokens, so that a tile of queries begins where it begins on one GPU (fewer where there
-would not be two for each rank). Ranks have as many blocks, but for one."""
+A sequence is cut into blocks of `block` tokens, so that a tile of queries begins where it begins on one GPU. (Blocks are
+smaller if there would be fewer than two for each rank.) The numbers of blocks of any two ranks differ by one at most."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _check_block(block: Any) -> None:
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Rank r has the r-th part: what a recurrence needs. Of causal attention the last rank has nearly twice the mean's work."""
+    """Rank r has the r-th part, as a recurrence needs it. In causal attention the last rank has nearly twice the mean work."""
 
     block: int = BLOCK
 
@@ -57,7 +57,7 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Rank r of R has the r-th of 2 R parts, and the r-th from the end: of causal attention all then have as much work."""
+    """Rank r of R has the r-th of 2 R parts and the r-th from the end, so that all have the same work in causal attention."""
 
     block: int = BLOCK
 

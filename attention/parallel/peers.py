@@ -14,13 +14,13 @@ GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending:
-    """Messages under way. They keep what they read alive until they are waited for."""
+    """Messages under way. They keep the arrays that they read alive until they are waited for."""
 
     def __init__(self, works: Sequence[Any], held: Sequence[Any] = ()):
         self.works, self.held = works, held
 
     def wait(self) -> None:
-        """Until they are here: on a GPU the current stream waits, not the host."""
+        """Wait until they have arrived; on a GPU the current stream waits, not the host."""
         for work in self.works:
             work.wait()
         self.works, self.held = (), ()
@@ -36,13 +36,14 @@ class Peers:
     ranks: tuple[int, ...]  # their global ones
 
     def __hash__(self):
-        return hash(self.group)  # of every call, so no more than tells groups apart
+        return hash(self.group)  # called for every call, so it covers no more than tells groups apart
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
         """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
         latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
         held = [tensor for _, tensor in (*sends, *receives)]
-        sends, receives = ([one for one in todo if one[1].numel()] for todo in (sends, receives))  # of empty ones both know
+        # both sides leave out empty tensors
+        sends, receives = ([one for one in todo if one[1].numel()] for todo in (sends, receives))
         if not sends and not receives:
             return Pending(())
         backend = _backend(self.group, held[0].device)

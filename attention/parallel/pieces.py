@@ -1,7 +1,8 @@
-"""A call on part of its queries and part of its keys, with the positions that they have in the whole.
+"""A call of attention.forward on part of the queries and part of the keys, with the positions that they have in the whole
+sequence.
 
-attention.forward counts from the ends: query i stands at key i + Sk - Sq. So queries [a, b) beside keys [c, d) of a whole in
-which query i stands at key i + past see what they would see there where
+attention.forward counts from the ends: query i stands at key i + Sk - Sq. Let query i stand at key i + past in the whole.
+Queries [a, b) beside keys [c, d) then see the same keys as in the whole, if the options become:
 
     causal       d = b + past: keys behind the last query are left out; or all of [c, d) lies before the first, and all is seen
     window       (left + e, right - e), e = d - b - past
@@ -9,7 +10,7 @@ which query i stands at key i + past see what they would see there where
     lengths_k    less Sq - b, where the whole ends behind the last query
     mask, score  are asked at i + a, j + c and h + the first head, which come as one more array of aux
 
-Nothing here waits for the device: where documents begin nobody asks."""
+Nothing here waits for the device: the numbers in cu_seqlens are not read."""
 
 from __future__ import annotations
 
@@ -28,18 +29,18 @@ from ..softmax.algebra import slopes_of
 from ..softmax.python_functions import known, named
 from .orders import Span, Spans, merged
 
-PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands
-ASKING = PLACED | {"alibi", "window", "seed"}  # which queries and keys a piece has
-TILE = 128  # rows of a tile of queries in backward, or twice as many
-WHOLE = 384  # rows that are whole tiles of any kernel of windows
+PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # depend on the position of each query
+ASKING = PLACED | {"alibi", "window", "seed"}  # depend on which queries and keys a piece has
+TILE = 128  # rows of a tile of queries in backward; a tile may have twice as many
+WHOLE = 384  # a multiple of the rows of a tile in every kernel for windows
 SEEDS = 2**63
-MIXED = 0x9E3779B97F4A7C15  # odd, its bits as if drawn: seeds of different pieces differ everywhere
+MIXED = 0x9E3779B97F4A7C15  # odd, with random-looking bits, so that the seeds of different pieces differ in all bits
 
 
 class Piece(NamedTuple):
-    """Some queries beside some keys. rows: of the queries asked for, those that see any; keys: of those, the ones seen;
-    options: of attention.forward, which then gives what these queries see of these keys. at: where the rows lie among those
-    that a bias has; placed: is there one more array of aux before the caller's?"""
+    """Some queries beside some keys. rows: those of the queries that see any key. keys: those of the keys that are seen.
+    options: those with which attention.forward gives what these queries see of these keys. at: where the rows lie among the
+    rows of a bias. placed: whether there is one more array of aux, before the caller's."""
 
     rows: Span
     keys: Span
@@ -49,9 +50,9 @@ class Piece(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What forward was told besides q, k and v, by name and without what is None. length, keys: tokens of the whole, of queries
-    and of keys. heads, kv_heads: those that arrays are of. head_dims: of q and v. device: where arrays are. plain: is there no
-    array in what was told, so that all calls of a form are alike but for q, k and v?"""
+    """A call of forward. told: its arguments besides q, k and v, by name, without those that are None. length, keys: the number
+    of all queries and of all keys. heads, kv_heads: those of the arrays at hand. head_dims: of q and v. device: that of the
+    arrays. plain: no argument in `told` is an array, so that calls of a form differ in nothing but q, k and v."""
 
     told: dict[str, Any]
     length: int
@@ -64,17 +65,17 @@ class Call(NamedTuple):
 
     @property
     def past(self) -> int:
-        """Query i stands at key i + past."""
+        """The offset of positions: query i stands at key i + past."""
         return self.keys - self.length
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """How many keys before and behind its own place a query sees."""
+        """How many keys before and behind its own position a query sees."""
         left, right = self.told.get("window") or (None, None)
         return left, 0 if self.told.get("causal") else right
 
     def of_heads(self, heads: Span, kv_heads: Span) -> Call:
-        """The same of some heads."""
+        """The same call for some of the heads."""
         if heads == self.heads:
             return self
         mine = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
@@ -89,7 +90,7 @@ class Call(NamedTuple):
         return self._replace(told=told, heads=heads, kv_heads=kv_heads)
 
     def of_key_heads(self, heads: Span) -> tuple[slice, Call]:
-        """The query heads that read these of the arrays' key heads, and the call of these."""
+        """(the query heads that read these key heads, the same call for these)"""
         group = len(self.heads) // len(self.kv_heads)
         mine = Span(heads.start * group, heads.stop * group)
         at = [
@@ -99,7 +100,7 @@ class Call(NamedTuple):
         return slice(*mine), self.of_heads(*at)
 
     def reach(self, q: Span) -> Span:
-        """The keys that these queries may see; they begin where a block of keys does."""
+        """The keys that these queries may see, beginning with a whole block of keys."""
         (left, right), told = self.window, self.told
         if not len(q) or "blocks" in told or "lengths_k" in told:
             return Span(0, self.keys if len(q) else 0)
@@ -118,7 +119,7 @@ class Call(NamedTuple):
         return first if first < run.stop and run.start <= reach.start and reach.stop <= run.stop else run.stop
 
     def seers(self, k: Span) -> Span:
-        """The queries that may see these keys; they begin where a tile of queries does."""
+        """The queries that may see these keys, beginning with a whole tile of queries."""
         left, right = self.window
         first = 0 if right is None else max(0, k.start - self.past - right)
         end = self.length if left is None else min(self.length, k.stop - self.past + left)
@@ -151,8 +152,8 @@ class Call(NamedTuple):
         return Piece(rows, k, told | placed, at, "aux" in placed)
 
     def joined(self, spans: Spans, batch: int, least: int = 2) -> Piece | None:
-        """Queries of several spans, or of `least`, one behind the other, beside all keys that they see, as one call: a launch
-        has one end, in which some of the GPU idles, and two would have two. None: it takes a call for each."""
+        """The queries of several spans (at least `least` of them), one behind the other, beside all keys that they see, as one
+        call: at the end of every launch a part of the GPU idles. None if each span needs a call of its own."""
         reaches, (_, right) = [self.reach(span) for span in spans], self.window
         alike = len(spans) >= least and len({len(span) for span in spans}) == 1 and right in (None, 0)
         if not alike or self.told.get("dropout") or PLACED & self.told.keys() or any([x.start or not len(x) for x in reaches]):
@@ -162,7 +163,7 @@ class Call(NamedTuple):
         return Piece(rows, keys, self.told | {"lengths_k": lengths}, 0, False)
 
     def _sees(self, q: Span, k: Span) -> dict[str, Any]:
-        """Causal and window of a piece, and what ends sequences."""
+        """The options of a piece that say which keys are seen: causal, window, and the ends of sequences."""
         (left, right), past, told = self.window, self.past, self.told
         whole, behind = q == Span(0, self.length) and k == Span(0, self.keys), k.stop - q.stop - past
         aligned = behind == 0 or whole
@@ -229,7 +230,7 @@ class Call(NamedTuple):
         return _Blocks(blocks, lambda x: x[:, :, mine])
 
     def _placed(self, q: Span, k: Span) -> dict[str, Any]:
-        """What counts queries, keys and heads from 0, told where these begin."""
+        """The options that count queries, keys and heads from 0, changed to count from where the piece begins."""
         told = self.told
         found: dict[str, Any] = {}
         functions = [name for name in ("mask", "score") if told.get(name) is not None]
@@ -244,12 +245,14 @@ class Call(NamedTuple):
         return found
 
 
-Part = tuple[slice, slice, Piece]  # which rows of an array of queries, which of one of keys, and what those see of these
+# rows of an array of queries, rows of an array of keys, and what the former see of the latter
+Part = tuple[slice, slice, Piece]
 
 
 def fewer(parts: Sequence[Part]) -> list[Part]:
-    """The same in fewer calls, as each has an end in which some of the GPU idles: keys that queries see all of with what the
-    same queries see of those behind them; queries that see all of the same keys. Not where anything asks which these are."""
+    """The same parts in fewer calls, because at the end of each call a part of the GPU idles. Joined are: keys of which queries
+    see all, with the keys behind them that the same queries see; and queries that see all of the same keys. Nothing is joined
+    if an option depends on which queries and keys these are."""
     found: list[Part] = []
     for one in parts:
         rows, seen, part = one
@@ -268,8 +271,8 @@ def fewer(parts: Sequence[Part]) -> list[Part]:
 
 
 def of_parts(parts: Sequence[Part], call: Call, batch: int) -> list[Part]:
-    """Parts of as many queries each, one behind the other, that see keys from the same first one on, as one call without
-    gradients; nothing if they cannot be."""
+    """Parts with the same number of queries each, one behind the other, which see keys from the same first key on, as one call,
+    which has no gradients. [] if that is not possible."""
     every, keys = [rows for rows, _, _ in parts], [seen for _, seen, _ in parts]
     adjacent = all([one.stop == then.start for one, then in pairwise(every)]) and not any([seen.start for seen in keys])
     if len(parts) < 2 or not adjacent or len({rows.stop - rows.start for rows in every}) > 1:
@@ -282,7 +285,7 @@ def of_parts(parts: Sequence[Part], call: Call, batch: int) -> list[Part]:
 
 
 def _asks(piece: Piece) -> bool:
-    """Does anything in it ask which queries and keys it has?"""
+    """Does any option of the piece depend on which queries and keys it has?"""
     return not ASKING.isdisjoint(piece.options)
 
 
@@ -292,20 +295,20 @@ def _whole(part: Part) -> bool:
 
 
 def _alike(one: Part, other: Part) -> bool:
-    """Do they differ in no option but causal?"""
+    """Are all options of the two the same, except causal?"""
     return one[2].options | {"causal": True} == other[2].options | {"causal": True}
 
 
 def nothing(out: Any, lse: Any, call: Call) -> None:
-    """What queries give that see no key."""
+    """Write the result for queries that see no key."""
     out.zero_()
     lse.copy_(call.told["sink"][:, None].expand(lse.shape[1:]) if "sink" in call.told else torch.tensor(-torch.inf))
 
 
 def sloped(call: Call, batch: int) -> Call:
-    """The same call, its score said as `alibi` where it is no more than that: attention.forward finds that out by algebra, but
-    not of a score that is asked in its place; and of alibi it knows how positions count in a piece, so that bits are the
-    whole's."""
+    """The same call, with `alibi` in place of a score that is nothing else. attention.forward finds this out by algebra, but
+    not for a score that is shifted to a piece's positions. For alibi it knows how positions count in a piece, so the bits are
+    those of the whole."""
     told = call.told
     if told.get("score") is None or {"alibi", "bias"} & told.keys() or call.past or call.window[1] != 0:
         return call
@@ -338,7 +341,7 @@ class _Blocks:
 
 @functools.lru_cache(256)
 def placed_mask(mask: Callable) -> Callable:
-    """The mask asked where it is told that heads, queries and keys begin."""
+    """The mask, shifted to where the heads, queries and keys of a piece begin."""
 
     within = inlined(mask)
 
@@ -350,7 +353,7 @@ def placed_mask(mask: Callable) -> Callable:
 
 @functools.lru_cache(256)
 def placed_score(score: Callable) -> Callable:
-    """The same of a score."""
+    """The same for a score."""
 
     within = inlined(score)
 
@@ -362,7 +365,7 @@ def placed_score(score: Callable) -> Callable:
 
 @functools.lru_cache(4096)
 def _begins(head: int, row: int, key: int, device: Any) -> Any:
-    """(head, query, key) that a piece begins with, in memory; made once, for a copy to the device takes time."""
+    """The (head, query, key) with which a piece begins, as an array. Made once, because a copy to the device takes time."""
     return torch.tensor([head, row, key], dtype=torch.int32, device=device)
 
 
@@ -374,8 +377,8 @@ def _lengths(ends: tuple[int, ...], batch: int, device: Any) -> Any:
 
 @functools.lru_cache(64)
 def grain(head_dim: int, value_dim: int) -> int:
-    """Keys that are whole blocks of any kernel of these dims: a part of the keys that begins there has the blocks that the
-    whole has, and sums have the same order."""
+    """A number of keys that is a multiple of the blocks of every kernel for these dims. A part of the keys that begins at a
+    multiple of it is cut into the same blocks as the whole, so sums have the same order."""
     padded = min(d for d in hopper.SHAPES if d >= max(head_dim, value_dim))
     tables = hopper.SHAPES, hopper.ROOMY, hopper.LOADED, hopper.SCORED
     others: tuple[Any, ...] = (ampere.SHAPES, ampere.BUSY, ampere.LOADED, *ampere.ROOMS.values())
