@@ -13,7 +13,7 @@ most calls have the form of the last one with the same options. So where a form 
 
 `alike` is what torch.compile guards its graphs with: class, dispatch keys with those of the thread (inference mode, autocast,
 transforms), dtype, device, requires_grad, sizes and strides, of all tensors at once. It keeps none alive. Where torch has it
-not, every call is read.
+not, every call is read; also where torch computes forward-mode derivatives, for of a tensor's tangent nothing is seen there.
 
 Such a function serves no call that differs in any of this, or has an explicit stream, or arrays at other addresses than
 multiples of ALIGNMENT: it gives OTHER, before anything is done, and the call is read as ever. Some extents and strides may be
@@ -98,7 +98,7 @@ def _written(
     values += [*[f"step{n}" for n in range(steps)], "give"]
     asked = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
     asked += [f"{name}.is_nested" for name in there]  # of such a tensor `alike` asks what ends the process
-    asked += ["busy()", f"not alike({', '.join(there)})"]
+    asked += ["busy()", "forward_ad._current_level >= 0", f"not alike({', '.join(there)})"]
     lines = ["try:", f"    if {' or '.join(asked)}: return OTHER", "except AttributeError: return OTHER"]  # one is no tensor
     lines += [f"at_{name} = {name}.data_ptr()" for name in there]
     lines += [f"if ({' | '.join(at[place] for place in given)}) & {ALIGNMENT - 1}: return OTHER"]
@@ -128,7 +128,7 @@ def _written(
     taken = ["recent", "plan"] if free else values
     body = "\n        ".join([*lines, f"return give(({', '.join(every)},))"])
     source = (
-        f"def make(alike, busy, stream_of, device, {', '.join(taken)}):\n"
+        f"def make(alike, busy, forward_ad, stream_of, device, {', '.join(taken)}):\n"
         f"    def again(stream, numbers, {', '.join(names)}):\n        {body}\n    return again\n"
     )
     space: dict[str, Any] = {"OTHER": OTHER}

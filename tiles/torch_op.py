@@ -4,8 +4,8 @@
 
 A Program's Schema and the annotations of its planner's options determine the op: its signature, its fake, what a vmapped axis
 is folded into, what autocast casts. Results that the options ask for are new tensors: none, one, or a list if the Schema has
-several. What is `updated` is written in place, and declared so. There is no gradient: a tensor that requires grad is refused,
-not detached.
+several. What is `updated` is written in place, and declared so. There is no gradient: a tensor that requires grad, or has a
+tangent, is refused, not detached.
 
 A call on plain tensors bypasses all of this (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
 torch is never imported here.
@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from .arrays import Number
-from .frameworks import no_backward
+from .frameworks import no_backward, refuse_tangent, with_tangents
 from .schema import FREE, Argument
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ _LOCK = threading.Lock()
 # ---- what Dynamo reads -----------------------------------------------------------------------------------------------
 def traced(x: Any) -> bool:
     """Does torch trace or transform the calls that it sees now, x being one of its tensors? That is torch.compile and
-    torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, autocast of float32."""
+    torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, forward-mode derivatives,
+    autocast of float32."""
     torch = sys.modules.get("torch")
     return (
         torch is not None
@@ -47,6 +48,7 @@ def traced(x: Any) -> bool:
             torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._functorch.peek_interpreter_stack() is not None
+            or with_tangents()
             or (torch._C._is_any_autocast_enabled() and getattr(x, "dtype", None) is torch.float32)
         )
         and isinstance(x, torch.Tensor)  # the dearest question, and the last
@@ -190,6 +192,10 @@ class _Op:
         """Where autograd would write down what is done. If nothing but memory comes after it the call is made from here, for
         torch takes 8 us to come to `run` once more."""
         torch, below = self.torch, keys & self.below
+        if with_tangents():
+            for row, x in zip(self.rows, args):
+                if x is not None:
+                    refuse_tangent(x, row.name)
         if self.updated:
             torch.autograd.graph.increment_version([x for place in self.updated if (x := args[place]) is not None])
         if below.highestPriorityTypeId() in self.memory:

@@ -10,7 +10,8 @@ import pytest
 import attention
 
 torch = pytest.importorskip("torch")
-from torch_calls import CALLS, Inputs, Recording, assert_same, cloned, every_call, leaves, prepared  # noqa: E402
+import torch.autograd.forward_ad as forward_ad  # noqa: E402
+from torch_calls import CALLS, TOKENS, Inputs, Recording, assert_same, cloned, every_call, leaves, prepared  # noqa: E402
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 checked = pytest.mark.parametrize("name", [name for name in CALLS if "fp8" not in name])  # which opcheck would multiply
@@ -103,6 +104,29 @@ def test_a_tensor_that_requires_grad_is_refused_everywhere():
         if name not in ("grad", "op"):
             with torch.no_grad():
                 assert_same(leaves(way(q, k, v))[0].reshape(wanted.shape), wanted)
+
+
+def test_a_tangent_is_refused_everywhere():
+    """Forward-mode derivatives, of torch.func.jvp or of dual tensors: results without a tangent would be taken for constants."""
+    q, k, v = Inputs().qkv()
+    lengths = torch.tensor([TOKENS])
+    ways = {
+        "forward": attention.forward,
+        "variant": lambda *x: attention.forward(*x, window=(3, 3)),
+        "linear": attention.linear,
+        "decode": lambda *x: attention.decode(*x, lengths=lengths),
+    }
+    refused = pytest.raises(NotImplementedError, match=r"^k: has a tangent, and there are no forward-mode derivatives")
+    for way in ways.values():
+        for _ in range(3):  # by the way that was found for calls of this form, too
+            with torch.no_grad():
+                way(q, k, v)
+        with refused:
+            torch.func.jvp(lambda k, way=way: way(q, k, v), (k,), (k,))
+        with forward_ad.dual_level():
+            assert_same(leaves(way(q, k, v)), leaves(way(q, k, v)))  # of constants
+            with refused:
+                way(q, forward_ad.make_dual(k, k), v)
 
 
 # ---- autocast --------------------------------------------------------------------------------------------------------
