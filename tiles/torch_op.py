@@ -61,6 +61,11 @@ def compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
+def exporting() -> bool:
+    """Does torch.export trace this? Of an autograd.Function it would keep the forward pass alone. torch is there."""
+    return sys.modules["torch"].compiler.is_exporting()
+
+
 def asks_dynamo() -> Callable[[], bool]:
     """The same as a function of torch's own, if it is there already: 0.2 us less."""
     torch = sys.modules.get("torch")
@@ -179,9 +184,10 @@ class _Op:
         return (list(made) if isinstance(made, tuple) else [made]) if self.several else made
 
     def fake(self, *args: Any) -> Any:
-        """On tensors without memory: the results' shapes, strides and dtypes."""
+        """On tensors without memory: the results' shapes, strides and dtypes. Of extents nothing is asked, see Schema.shapes."""
         tensors, options, layout = self.parts(args)
         given = {row.name: x for row, x in zip(self.rows, tensors) if x is not None}
+        self.schema.check_dtypes({name: str(x.dtype).removeprefix("torch.") for name, x in given.items()})
         shapes, first = self.schema.shapes({name: x.shape for name, x in given.items()}, layout), tensors[0]
         rows = [self.schema.arguments[name] for name in self.schema.results(options)]
         dtypes = [first.dtype if row.holds == "tile" else getattr(self.torch, row.dtypes[0]) for row in rows]
@@ -200,7 +206,7 @@ class _Op:
             torch.autograd.graph.increment_version([x for place in self.updated if (x := args[place]) is not None])
         if below.highestPriorityTypeId() in self.memory:
             return self.run(*args)  # which refuses what requires grad
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not exporting():  # an exported call is refused when it runs
             for row, x in zip(self.rows, args):
                 if x is not None and x.requires_grad:
                     raise NotImplementedError(no_backward(row.name))

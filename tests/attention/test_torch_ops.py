@@ -50,7 +50,7 @@ def test_fakes_are_like_the_real(name):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
-def test_of_tensors_without_memory_only_shapes_are_asked():
+def test_of_tensors_without_memory_only_shapes_and_dtypes_are_asked():
     q = torch.empty(2, 1 << 20, 8, 64, dtype=torch.float16, device="meta")
     attention.forward(*(torch.zeros(1, 16, 1, 64, dtype=torch.float16) for _ in range(3)))
     out, lse = attention.forward(q, q, q, return_lse=True)
@@ -63,6 +63,14 @@ def test_of_tensors_without_memory_only_shapes_are_asked():
         attention.forward(q, q[0], q)
     with pytest.raises(TypeError, match="^q: must lie in host or CUDA memory"):
         attention.forward(q, *(torch.zeros(1, 16, 1, 64, dtype=torch.float16) for _ in range(2)))
+    for dtypes, said in [
+        ((torch.float32,) * 3, "q: dtype must be one of .* convert it"),
+        ((torch.float16, torch.bfloat16, torch.float16), "k: dtype must be q's: k.dtype='bfloat16', q.dtype='float16'"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{said}"):
+            attention.forward(*(q.to(dtype) for dtype in dtypes))
+    with pytest.raises(TypeError, match="lengths: dtype must be one of"):
+        attention.decode(q, q, q, lengths=torch.zeros(2, device="meta"))
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(1, 16, 1, 64, dtype=torch.float16)
     assert attention.forward(fake, fake, fake).shape == fake.shape
