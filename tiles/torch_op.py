@@ -184,7 +184,7 @@ class _Op:
         return (list(made) if isinstance(made, tuple) else [made]) if self.several else made
 
     def fake(self, *args: Any) -> Any:
-        """On tensors without memory: the results' shapes, strides and dtypes. Of extents nothing is asked, see Schema.shapes."""
+        """On tensors without memory: the results' shapes, strides and dtypes. Of extents nothing is asked (Schema.shapes)."""
         tensors, options, layout = self.parts(args)
         given = {row.name: x for row, x in zip(self.rows, tensors) if x is not None}
         self.schema.check_dtypes({name: str(x.dtype).removeprefix("torch.") for name, x in given.items()})

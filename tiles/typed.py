@@ -55,7 +55,7 @@ def _gives_a_tile(statement, types_of):
 
 
 def refuse_dropped(blocks, types_of):
-    """TypeError: a kernel calls an op for a tile, as `mma_AB(c, a, b)`, and does not take it. What was meant to change has not."""
+    """TypeError: a kernel calls an op for a tile, as `mma_AB(c, a, b)`, and leaves it. What was meant to change has not."""
     statements = [statement for block in blocks.values() for statement in block.body]
     if not (made := [each for each in statements if _gives_a_tile(each, types_of)]):
         return

@@ -27,7 +27,7 @@ def differentiated(*arrays: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
-    for x in arrays:  # noqa: SIM110  half of what `any` takes
+    for x in arrays:  # half of what `any` takes
         if getattr(x, "requires_grad", False):
             return not exporting()  # then it is the op's to refuse it
     return False

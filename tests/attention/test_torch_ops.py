@@ -115,7 +115,7 @@ def test_a_tensor_that_requires_grad_is_refused_everywhere():
 
 
 def test_a_tangent_is_refused_everywhere():
-    """Forward-mode derivatives, of torch.func.jvp or of dual tensors: results without a tangent would be taken for constants."""
+    """Forward-mode derivatives, of torch.func.jvp or of dual tensors: a result without one would pass for a constant."""
     q, k, v = Inputs().qkv()
     lengths = torch.tensor([TOKENS])
     ways = {

@@ -81,7 +81,7 @@ def test_torch_tangent():
 
     x = torch.zeros(2, 3)
     with forward_ad.dual_level():
-        with pytest.raises(NotImplementedError, match=r"^k: has a tangent, and there are no forward-mode derivatives.*k\.detach\(\)"):
+        with pytest.raises(NotImplementedError, match=r"^k: has a tangent.*forward-mode derivatives.*k\.detach\(\)"):
             describe(forward_ad.make_dual(x, x), "k")
         describe(x, "k")
 

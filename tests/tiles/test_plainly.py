@@ -138,6 +138,13 @@ def class_called(x):
     Cls()
 
 
+@mistake(
+    "st is a type that kernels do not make: it is laid out on the host, plan = shared(name=st(...)), and opened, plan.open()"
+)
+def makes_a_shared_tile(x):
+    zeros(st(16, 64, bf16))
+
+
 @mistake("helper is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined")
 def plain_function(x):
     store(x, helper(load(x, T, (0, 0))), (0, 0))
