@@ -148,10 +148,13 @@ def parameter(name: str, value: Any) -> Parameter:
         array = describe(value.array, name)
         encoding = map_encoding(name, value.spec, array.form)
         return Parameter(name, _map_type(value.spec), (0,), value, array, 0, encoding)
-    if value is None or isinstance(value, OF_COMPILING) or callable(value):
-        how = f"what it is compiled with, a kernel closes over: def make({name}): .. return kernel"
-        raise TypeError(f"{name}: must be an array or a number: {name}={value!r:.60}; {how}")
-    array = describe(value, name)
+    try:
+        array = describe(value, name)
+    except TypeError:
+        if value is None or isinstance(value, OF_COMPILING) or callable(value):
+            how = f"what it is compiled with, a kernel closes over: def make({name}): .. return kernel"
+            raise TypeError(f"{name}: must be an array or a number: {name}={value!r:.60}; {how}") from None
+        raise
     form = array.form
     slots = array_slots(form, array.pointer)
     try:
