@@ -3,13 +3,13 @@ show.py."""
 
 import argparse
 import importlib.util
-import sys
 import time
 
 import ml_dtypes
 import numpy as np
 
 from tiles.device import device, supported
+from tiles.piped import leave
 
 from . import forward, reference
 from . import show as drawing
@@ -131,4 +131,4 @@ def main(arguments=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import attention
-from tiles.torch_op import traced
+from tiles.torch_op import exporting, traced
 
 from .options import positive
 from .softmax.autograd import adjacent
@@ -81,12 +81,21 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, 1e-6, **place) if qk_norm else None for _ in range(2))
         self.sink = nn.Parameter(torch.zeros(heads, device=device)) if sink else None
 
+    def reset_parameters(self) -> None:
+        """Its own parameter as it starts, after `to_empty`; its layers have such a method themselves."""
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """See the class. positions: those of the tokens, (S) or (B, S), for rotary; by default from 0 on. options: further ones
         of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim); positions may run on
-        from one sequence to the next, because rotary depends only on their differences). ValueError: x has another shape."""
+        from one sequence to the next, because rotary depends only on their differences). ValueError: x has another shape.
+        TypeError: an option is the module's."""
         if x.ndim != 3 or x.shape[-1] != self.project.in_features:
             raise ValueError(f"x: must be (B, S, {self.project.in_features}): x.shape={tuple(x.shape)}")
+        for name in options:
+            if name in self.options or name == "sink":
+                raise TypeError(f"{name}: is the module's, as Attention(.., {name}=..), and not a call's")
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
         if not options and self.at_once(x):
             return self.out(self.projected(heads, positions).flatten(-2))
@@ -117,6 +126,9 @@ class Attention(nn.Module):
         window = ends_of(self.options["window"])
         options = eps, self.options["causal"], *window, self.options["softcap"], self.options["scale"]
         sink = None if self.sink is None else self.sink.float()
+        if exporting():
+            parts = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)
+            return projected(None, (*parts, cos, sin, *norms, sink, None, None, None), (*options, None))[0]
         return Projected.apply(heads, cos, sin, *norms, sink, self.kv_heads, options)
 
     def angles(self, x: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

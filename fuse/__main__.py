@@ -12,6 +12,7 @@ import numpy as np
 
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.inspect.command import module_at
+from tiles.piped import leave
 
 from . import inspect
 from .fused import Fused
@@ -62,6 +63,8 @@ def tune(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str
     except ImportError:
         raise RuntimeError("tune: measures on torch's tensors, and torch is not installed here") from None
 
+    if not torch.cuda.is_available():
+        raise RuntimeError("tune: measures on a GPU, and torch finds none here; `show` and `inspect` need none")
     kind = getattr(torch, np.dtype(DTYPES[dtype]).name)
     arrays = [_turned(torch.randn(shape, device="cuda", dtype=kind), turned) for shape, turned in shapes]
     found = function.tune(*arrays, say=lambda text: print(f"\r{text:<60}", end="", file=sys.stderr, flush=True))
@@ -85,4 +88,4 @@ def _turned(x: Any, turned: bool) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main, sys.argv[1:])

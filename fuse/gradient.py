@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiles.torch_op import compiling
+from tiles.torch_op import compiling, exporting
 
 from . import graph
 from .candidates import candidates
@@ -31,7 +31,9 @@ ROWS = 16, 64, 4096  # for which it is decided whether kernels or parts serve
 def wants_gradient(arrays: Sequence[Any]) -> bool:
     """Is one of them a tensor of torch's that requires grad, while grad mode is on?"""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in arrays])
+    if torch is None or not torch.is_grad_enabled() or not any([getattr(x, "requires_grad", False) for x in arrays]):
+        return False
+    return not exporting()  # then it is the op's to refuse it
 
 
 def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:

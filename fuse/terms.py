@@ -250,7 +250,9 @@ def reduce(kind: str, x: Any, axis: int = -1) -> Term:
     """The sum or max of each row, an axis of length 1."""
     x = lifted(x)
     if x.ndim == 0 or axis not in (-1, x.ndim - 1):
-        raise TypeError(f"{kind}: reduces the last axis, got {axis=} of an array of shape {x.extents}")
+        raise TypeError(
+            f"{kind}: reduces the last axis, got {axis=} of an array of shape {x.extents}; over rows: {kind}(transpose(x))"
+        )
     return x if x.names[-1] is None else _made(kind, (x,), None, (*x.extents[:-1], 1), (*x.names[:-1], None))
 
 

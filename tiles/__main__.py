@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from .piped import leave
+
 COMMANDS = {  # name: (module, what it does)
     "doctor": ("doctor", "what this machine has, what runs where, and what to do about what is missing"),
     "inspect": ("inspect.command", "what a kernel compiles to, with no GPU: registers, spills, its lines with their SASS"),
@@ -24,4 +26,4 @@ def main(arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main, sys.argv[1:])

@@ -30,7 +30,7 @@ from .arrays import Array, Form
 from .dtypes import dtype, fp32
 from .frameworks import describe
 from .numba_types import SCALARS, Value
-from .types import gl, st, sv
+from .types import gl, rt, rv, st, sv
 from .values import NUMBA_SCALARS, tensor
 
 _NUMPY = {np.bool_: "?", np.int8: "b", np.uint8: "B", np.int16: "h", np.uint16: "H", np.int32: "i", np.uint32: "I"}
@@ -41,6 +41,7 @@ _SCALARS: dict[type, types.Type] = {bool: types.boolean, int: types.int32, float
 _SCALARS |= {kind: from_dtype(np.dtype(kind)) for kind in _NUMPY}
 DATA = 4  # the slot of an array's address
 WORD = 2**64 - 1
+OF_COMPILING = str, tuple, type, dtype, rt, rv, st, sv  # what is no argument, and might be taken for one
 INT, LONG, FLOAT = types.int32, types.int64, types.float32  # what kernels declare their numbers as
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
 TURNS = types.Array(types.int32, 2, "A")  # counters: how many blocks have had their turn at a tile of a head of a batch
@@ -147,7 +148,13 @@ def parameter(name: str, value: Any) -> Parameter:
         array = describe(value.array, name)
         encoding = map_encoding(name, value.spec, array.form)
         return Parameter(name, _map_type(value.spec), (0,), value, array, 0, encoding)
-    array = describe(value, name)
+    try:
+        array = describe(value, name)
+    except TypeError:
+        if value is None or isinstance(value, OF_COMPILING) or callable(value):
+            how = f"what it is compiled with, a kernel closes over: def make({name}): .. return kernel"
+            raise TypeError(f"{name}: must be an array or a number: {name}={value!r:.60}; {how}") from None
+        raise
     form = array.form
     slots = array_slots(form, array.pointer)
     try:

@@ -11,7 +11,7 @@ from . import layout, ptx
 from .builder import i32, i64
 from .numba_types import SCALARS
 from .op import integer
-from .types import sv
+from .types import gl, sv
 
 PIECES = (16, 8, 4, 2)  # bytes that can be copied at once; cp.async copies 4 or more, and 2 bytes are loaded and stored
 CHUNK_BYTES = PIECES[0]  # of a row: what one lane copies
@@ -28,7 +28,8 @@ def rows_of(tile):
 def check_copy(name, tile, source, at, rows, cols, piece):
     """TypeError if cp.async cannot fill a shared tile with this part of a global array."""
     if not isinstance(source, types.Array) or SCALARS.get(source.dtype) is not tile.dtype:
-        raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}")
+        cut = "; pass the launch the array itself, not a tensor of it: cp.async is no TMA" if isinstance(source, gl) else ""
+        raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}{cut}")
     if not (isinstance(at, types.BaseTuple) and len(at) == source.ndim and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be {source.ndim} integers for an array of {source.ndim} axes, got {at}")
     if isinstance(tile, sv):

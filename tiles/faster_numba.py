@@ -13,6 +13,8 @@ from numba.cuda.core import base, compiler, compiler_machinery, errors, postproc
 from numba.cuda.debuginfo import CUDADIBuilder
 from numba.cuda.misc import firstlinefinder
 
+from .type_inference import Inferer
+
 
 class _TableOfLines(CUDADIBuilder):
     """Numba's description of a function for debuggers, but for what nobody asks of a table of lines: types and variables. A
@@ -123,8 +125,8 @@ class _Context:
             error.add_context(form.format(*args, **names))
 
 
-class _Inferer(typeinfer.TypeInferer):
-    """Numba's search for types; once all are known, nothing of it stays."""
+class _Inferer(Inferer):
+    """The search for types; once all are known, nothing of it stays."""
 
     def unify(self, raise_errors=True):
         found = super().unify(raise_errors)

@@ -59,10 +59,10 @@ class Kind:
         needed: of each name, must there be an array?"""
         return None
 
-    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Callable] | None:
+    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
         """(whether arrays are all that these are but for their addresses, asked at once; what says that this is not to be
-        asked now; the current stream of a device), if there is such a question: see guarded_calls.py. shapes, strides: those of
-        these arrays, in elements, None for what may be another."""
+        asked now, and a module whose `_current_level` says so, too; the current stream of a device), if there is such a
+        question: see guarded_calls.py. shapes, strides: those of these arrays, in elements, None for what may be another."""
         return None
 
     def home(self, array: Array) -> Any:
@@ -128,6 +128,7 @@ class Torch(Kind):
     def describe(self, x: Any, name: str) -> Array:
         if x.requires_grad and self.torch.is_grad_enabled():
             raise NotImplementedError(no_backward(name))
+        refuse_tangent(x, name)
         try:
             pointer, (dtype, size, ordinal) = x.data_ptr(), _torch_words(x.dtype, x.device)
             strides = tuple([size * stride for stride in x.stride()])
@@ -158,7 +159,7 @@ class Torch(Kind):
         space = {"grads": self.torch.is_grad_enabled, "PAST": PAST, "FLOAT32": self.torch.float32}
         return eval(f"lambda {', '.join(needed)}: (({sort}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
 
-    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Callable] | None:
+    def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
         stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
         if self.guards is None or stream is None or any([x.is_nested for x in arrays]):
             return None
@@ -168,7 +169,7 @@ class Torch(Kind):
             check = self.guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
         except (RuntimeError, TypeError):  # of a torch that has another question by this name
             return None
-        return (check, busy, stream) if check(*arrays) else None
+        return (check, busy, self.torch.autograd.forward_ad, stream) if check(*arrays) else None
 
     def home(self, array: Array) -> Any:
         return array.owner.device
@@ -204,6 +205,19 @@ def no_backward(name: str) -> str:
     """What is said of a tensor that requires grad."""
     how = f"call under torch.no_grad(), or pass {name}.detach()"
     return f"{name}: requires grad, and the backward pass is not there yet; {how}"
+
+
+def with_tangents() -> bool:
+    """Does torch compute forward-mode derivatives now, as in torch.func.jvp? It is there."""
+    return sys.modules["torch"].autograd.forward_ad._current_level >= 0
+
+
+def refuse_tangent(x: Any, name: str) -> None:
+    """NotImplementedError, if forward-mode derivatives with respect to this tensor are being computed: a result without a
+    tangent would pass for a constant."""
+    if with_tangents() and sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None:
+        said = "there are no forward-mode derivatives (jvp, jacfwd, hessian)"
+        raise NotImplementedError(f"{name}: has a tangent, and {said}; use reverse mode, or pass {name}.detach()")
 
 
 @lru_cache

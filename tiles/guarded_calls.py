@@ -15,7 +15,8 @@ a function like this one is generated (here for decode):
 
 `alike` is the check with which torch.compile guards its graphs: it compares class, dispatch keys with those of the thread
 (inference mode, autocast, transforms), dtype, device, requires_grad, sizes and strides, of all tensors at once. It keeps no
-tensor alive. If this torch does not have it, no such function is generated.
+tensor alive. If this torch does not have it, no such function is generated. It does not see a tensor's tangent, so no call is
+served this way while torch computes forward-mode derivatives.
 
 A call that differs in any of this, that names a stream, or whose arrays do not all lie at multiples of ALIGNMENT, gets OTHER
 before anything is done, and then takes the usual way (Program._read). Some extents and strides may be left out of the
@@ -104,7 +105,7 @@ def _factory(
     values += [*[f"step{n}" for n in range(steps)], "give"]
     asked = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
     asked += [f"{name}.is_nested" for name in there]  # `alike` would crash the process on a nested tensor
-    asked += ["busy()", f"not alike({', '.join(there)})"]
+    asked += ["busy()", "forward_ad._current_level >= 0", f"not alike({', '.join(there)})"]
     lines = ["try:", f"    if {' or '.join(asked)}: return OTHER", "except AttributeError: return OTHER"]  # no tensor
     lines += [f"at_{name} = {name}.data_ptr()" for name in there]
     lines += [f"if ({' | '.join(at[place] for place in given)}) & {ALIGNMENT - 1}: return OTHER"]
@@ -134,7 +135,7 @@ def _factory(
     taken = ["recent", "plan"] if free else values
     body = "\n        ".join([*lines, f"return give(({', '.join(every)},))"])
     source = (
-        f"def make(alike, busy, stream_of, device, {', '.join(taken)}):\n"
+        f"def make(alike, busy, forward_ad, stream_of, device, {', '.join(taken)}):\n"
         f"    def again(stream, numbers, {', '.join(names)}):\n        {body}\n    return again\n"
     )
     space: dict[str, Any] = {"OTHER": OTHER}

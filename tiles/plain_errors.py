@@ -24,6 +24,9 @@ def _untyped(name, kind):
     """What is said of a global or a variable of the enclosing function that is nothing that kernels can read."""
     if kind == "function":
         return plain_function(name)
+    if kind == "type" and name in ("st", "sv", "ring", "pipeline", "barrier", "shared"):
+        how = "it is laid out on the host, plan = shared(name=st(...)), and opened, plan.open()"
+        return f"{name} is a type that kernels do not make: {how}"
     if kind == "type":
         return f"{name} is a class that kernels cannot call: values made in a kernel are tuples and typing.NamedTuple's"
     if kind in ("dict", "list"):

@@ -266,7 +266,7 @@ class Schema:
             axes, order = row
             is_tile = name in self.tiles
             if its_dtype not in self._dtypes[name] or (is_tile and its_dtype != dtype):
-                _refuse_dtype(self.arguments[name], form, first, dtype)
+                _refuse_dtype(self.arguments[name], its_dtype, first, dtype)
             if its_device != device:
                 where = f"{name}.device={its_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
@@ -316,6 +316,13 @@ class Schema:
     def results(self, options: Mapping[str, Any]) -> list[str]:
         """The names of what is given back by a call with these options."""
         return [name for name, row in self.arguments.items() if row.result and all(_asks(options, word) for word in row.asked)]
+
+    def check_dtypes(self, dtypes: Mapping[str, str]) -> None:
+        """TypeError, as `problem` raises it, if arrays of these dtypes are none for these arguments."""
+        first, dtype = next(iter(dtypes.items()))
+        for name, its in dtypes.items():
+            if its not in self._dtypes[name] or (name in self.tiles and its != dtype):
+                _refuse_dtype(self.arguments[name], its, first, dtype)
 
     def shapes(self, given: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
         """The shapes of all results, in the caller's axes, by those of the arrays that were given. Nothing is compared: extents
@@ -398,12 +405,12 @@ def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoRet
 CURE = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16(), or call it under torch.autocast"
 
 
-def _refuse_dtype(argument: Argument, form: Form, first: str, dtype: str) -> NoReturn:
+def _refuse_dtype(argument: Argument, its_dtype: str, first: str, dtype: str) -> NoReturn:
     name = argument.name
-    if form.dtype in argument.dtypes:
-        raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={form.dtype!r}, {first}.dtype={dtype!r}")
-    cure = CURE if argument.holds == "tile" and form.dtype in ("float32", "float64") else ""
-    raise TypeError(f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={form.dtype!r}{cure}")
+    if its_dtype in argument.dtypes:
+        raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={its_dtype!r}, {first}.dtype={dtype!r}")
+    cure = CURE if argument.holds == "tile" and its_dtype in ("float32", "float64") else ""
+    raise TypeError(f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={its_dtype!r}{cure}")
 
 
 def _refuse_strides(name: str, form: Form, what: str) -> NoReturn:

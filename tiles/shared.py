@@ -76,7 +76,8 @@ class shared:
         block calls it once, before anything else."""
         block, warp = here().block, here()
         if block.smem != self:
-            raise warp.hazard(f"the kernel opens {self}; the launch reserved {block.smem or 'no shared memory'}", "plan")
+            found = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
+            raise warp.hazard(f"the kernel opens {self}; the launch reserved {found}", "plan")
         if block.opened is None:
             block.opened = {}
             for name, item in self.items.items():

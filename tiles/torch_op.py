@@ -4,8 +4,8 @@
 
 A Program's Schema and the annotations of its planner's options determine the op: its signature, its fake, what a vmapped axis
 is folded into, what autocast casts. Results that the options ask for are new tensors: none, one, or a list if the Schema has
-several. What is `updated` is written in place, and declared so. There is no gradient: a tensor that requires grad is refused,
-not detached.
+several. What is `updated` is written in place, and declared so. There is no gradient: a tensor that requires grad, or has a
+tangent, is refused, not detached.
 
 A call on plain tensors bypasses all of this (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
 torch is never imported here.
@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from .arrays import Number
-from .frameworks import no_backward
+from .frameworks import no_backward, refuse_tangent, with_tangents
 from .schema import FREE, Argument
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ _LOCK = threading.Lock()
 # ---- what Dynamo reads -----------------------------------------------------------------------------------------------
 def traced(x: Any) -> bool:
     """Does torch trace or transform the calls that it sees now, x being one of its tensors? That is torch.compile and
-    torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, autocast of float32."""
+    torch.export, a mode that watches ops (fake tensors, a counter of FLOPs), vmap and its siblings, forward-mode derivatives,
+    autocast of float32."""
     torch = sys.modules.get("torch")
     return (
         torch is not None
@@ -47,6 +48,7 @@ def traced(x: Any) -> bool:
             torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._functorch.peek_interpreter_stack() is not None
+            or with_tangents()
             or (torch._C._is_any_autocast_enabled() and getattr(x, "dtype", None) is torch.float32)
         )
         and isinstance(x, torch.Tensor)  # the dearest question, and the last
@@ -57,6 +59,11 @@ def compiling() -> bool:
     """Does Dynamo trace this?"""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
+
+
+def exporting() -> bool:
+    """Does torch.export trace this? Of an autograd.Function it would keep the forward pass alone. torch is there."""
+    return sys.modules["torch"].compiler.is_exporting()
 
 
 def asks_dynamo() -> Callable[[], bool]:
@@ -177,9 +184,10 @@ class _Op:
         return (list(made) if isinstance(made, tuple) else [made]) if self.several else made
 
     def fake(self, *args: Any) -> Any:
-        """On tensors without memory: the results' shapes, strides and dtypes."""
+        """On tensors without memory: the results' shapes, strides and dtypes. Of extents nothing is asked (Schema.shapes)."""
         tensors, options, layout = self.parts(args)
         given = {row.name: x for row, x in zip(self.rows, tensors) if x is not None}
+        self.schema.check_dtypes({name: str(x.dtype).removeprefix("torch.") for name, x in given.items()})
         shapes, first = self.schema.shapes({name: x.shape for name, x in given.items()}, layout), tensors[0]
         rows = [self.schema.arguments[name] for name in self.schema.results(options)]
         dtypes = [first.dtype if row.holds == "tile" else getattr(self.torch, row.dtypes[0]) for row in rows]
@@ -190,11 +198,15 @@ class _Op:
         """Where autograd would write down what is done. If nothing but memory comes after it the call is made from here, for
         torch takes 8 us to come to `run` once more."""
         torch, below = self.torch, keys & self.below
+        if with_tangents():
+            for row, x in zip(self.rows, args):
+                if x is not None:
+                    refuse_tangent(x, row.name)
         if self.updated:
             torch.autograd.graph.increment_version([x for place in self.updated if (x := args[place]) is not None])
         if below.highestPriorityTypeId() in self.memory:
             return self.run(*args)  # which refuses what requires grad
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not exporting():  # an exported call is refused when it runs
             for row, x in zip(self.rows, args):
                 if x is not None and x.requires_grad:
                     raise NotImplementedError(no_backward(row.name))

@@ -1,12 +1,19 @@
 """Typing alone: Numba's pipeline for kernels up to where all types are known. What is interpreted is only checked so, for
-lowering takes half of the time. What Numba types and cannot lower for a GPU (lists, new arrays, made text) is refused here."""
+lowering takes half of the time. What Numba types and cannot lower for a GPU (lists, new arrays, made text) is refused here; and
+wherever kernels are typed, tiles that nobody takes."""
+
+from collections import Counter
 
 from numba.cuda import compiler, types, utils
 from numba.cuda.core import ir
 from numba.cuda.core.compiler_machinery import FunctionPass, PassManager, register_pass
 from numba.cuda.core.typed_passes import NopythonTypeInference
+from numba.cuda.core.typeinfer import TypeInferer
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.typing import signature
+
+from .op import OPS
+from .types import pending, rt, rv
 
 ELEMENTWISE = (
     "an array in a kernel is not copied or computed with as a whole: load tiles of it, or take its elements one by one"
@@ -34,6 +41,44 @@ def _not_lowered(statement, types_of):
             else None
         )
     return None
+
+
+def _gives_a_tile(statement, types_of):
+    """Does an op make a tile here that gets no name? `wait` is also called for the wait alone."""
+    if not isinstance(statement, ir.Assign) or not statement.target.name.startswith("$"):
+        return False
+    made, found = statement.value, getattr(types_of.get(statement.target.name), "spec", None)
+    if not isinstance(found, (rt, rv, pending)) or getattr(made, "op", "") != "call":
+        return False
+    op = OPS.get(getattr(types_of.get(made.func.name), "typing_key", None))
+    return op is not None and (isinstance(found, pending) or not op.takes_pending)
+
+
+def refuse_dropped(blocks, types_of):
+    """TypeError: a kernel calls an op for a tile, as `mma_AB(c, a, b)`, and leaves it. What was meant to change has not."""
+    statements = [statement for block in blocks.values() for statement in block.body]
+    if not (made := [each for each in statements if _gives_a_tile(each, types_of)]):
+        return
+    named = Counter(var.name for each in statements for var in each.list_vars())
+    for statement in made:
+        if named[name := statement.target.name] == 1:  # where it is made
+            call = statement.value
+            op = OPS[types_of[call.func.name].typing_key].name
+            first = call.args[0].name.partition(".")[0] if call.args else "$"
+            remedy = f"t = {op}(...)" if first.startswith("$") else f"{first} = {op}({first}, ...)"
+            raise TypeError(
+                f"{op}: its result, {types_of[name]}, is lost here: an op makes a new tile and changes none that it is given; "
+                f"write {remedy}\n{statement.loc.strformat()}"
+            )
+
+
+class Inferer(TypeInferer):
+    """Numba's search for types, after which it is known what is a tile."""
+
+    def unify(self, raise_errors=True):
+        found = super().unify(raise_errors)
+        refuse_dropped(self.blocks, found[0])
+        return found
 
 
 @register_pass(mutates_CFG=False, analysis_only=True)

@@ -64,7 +64,7 @@ REFUSED = (
         (builtins.len, builtins.sum),
         alone=True,
     ),
-    Refused("multiplied with @", "use warpgroup.mm_AB, mm_ABt, mma_AB or mma_ABt", ("matmul",), _in_numpy("matmul")),
+    Refused("multiplied with @", "use mma_AB(acc, a, b), or in a warpgroup mm_AB(a, b)", ("matmul",), _in_numpy("matmul")),
     Refused("raised to a power", "multiply, or use exp2(y * log2(x))", ("pow",), (math.pow, *_in_numpy("power"))),
     Refused(
         "divided by these functions", "use // and %", (), (builtins.divmod, math.fmod, *_in_numpy("floor_divide mod fmod"))
@@ -88,7 +88,8 @@ def check_branch(spec):
     if isinstance(spec, pending):
         raise TypeError(f"this tile is still in flight: {spec}; take it with warpgroup.wait(...) first")
     if isinstance(spec, TILES):
-        raise TypeError(f"a branch cannot depend on a tile: {spec}; use where, or ask tile_any or tile_all of it")
+        join = "conditions are joined by & and |, and turned round by ==, as mask == 0.0"
+        raise TypeError(f"a branch cannot depend on a tile: {spec}; use where, or ask tile_any or tile_all of it; {join}")
 
 
 INSTEAD |= {
@@ -129,7 +130,8 @@ def refuse_values(check, *values):
         raise TypeError(f"{error}{hazard_line()}") from None
 
 
-refuse(bool, check_branch)
+for _face in (bool, operator.not_):
+    refuse(_face, check_branch)
 for _row in REFUSED:
     for _face in _row.faces:
         refuse(_face, _row.check)

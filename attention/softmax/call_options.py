@@ -4,6 +4,8 @@ import operator
 import sys
 from typing import Any, NamedTuple
 
+from tiles.torch_op import exporting
+
 from ..options import number
 from .block_masks import FIELDS
 from .dropped import SEED_END
@@ -25,9 +27,9 @@ def differentiated(*arrays: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
-    for x in arrays:  # noqa: SIM110  half of what `any` takes
+    for x in arrays:  # half of what `any` takes
         if getattr(x, "requires_grad", False):
-            return True
+            return not exporting()  # then it is the op's to refuse it
     return False
 
 

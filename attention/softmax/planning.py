@@ -140,6 +140,8 @@ def check_extents(problem: Problem, multiple: int = 8) -> None:
     if kv_heads == 0:
         raise problem.error("k", "must have at least one head", "k")
     if heads % kv_heads:
-        raise problem.error("q", f"heads must be a multiple of k's: {heads=}, {kv_heads=}", "q", "k")
+        turned = problem.layout == "bshd" and kv_len and q_len % kv_len == 0  # what is here a sequence
+        other = ', or are they (B, H, S, D)? That is layout="bhsd"' if turned else ""
+        raise problem.error("q", f"heads must be a multiple of k's{other}: {heads=}, {kv_heads=}", "q", "k")
     if q_len >= 2**31 or kv_len >= 2**31:
         raise problem.error("q" if q_len >= 2**31 else "k", "sequence must be shorter than 2**31", "q", "k")

@@ -143,6 +143,8 @@ def _wrong(name, acc, a, b, spaces):
             return f": {letter} is in flight, take it with warpgroup.wait(...) first"
         if not isinstance(x, (rt, st)):
             return f": {letter} is no tile"
+    if isinstance(acc, rt) and isinstance(b, rt) and b.dtype is fp32 is not acc.dtype:
+        return f": the sum comes first, {name}(acc, a, b)"
     if spaces is None and a.dtype is b.dtype is fp32:
         return ": fp32 is not multiplied; load a and b as bf16, fp16 or tf32, or convert them, as bf16(a)"
     if spaces is None:
@@ -157,8 +159,15 @@ def _wrong(name, acc, a, b, spaces):
     if isinstance(acc, rt) and acc.dtype is not fp32:
         return ": acc must be fp32; the sum is converted, as bf16(acc)"
     if isinstance(acc, rt) and "." not in name and acc.shape != (m, n):
-        return f": acc must be rt({m}, {n}, fp32)"
+        swapped = f", or a and b are swapped: {name}(acc, a, b) is acc + {_formula(name)}" if acc.shape == (n, m) else ""
+        return f": acc must be rt({m}, {n}, fp32){swapped}"
     return ""
+
+
+def _formula(name):
+    """a b^T of mma_ABt."""
+    transposed = transposed_in(name)
+    return f"a{'^T' * transposed.left} b{'^T' * transposed.right}"
 
 
 def _may_lie(x, kinds, layout):

@@ -46,9 +46,11 @@ def check(name, array, spec, at, rows, cols):
     if array.dtype not in SCALARS:
         cure = "; convert it on the host: x.astype(np.float32)" if isinstance(array.dtype, types.Number) else ""
         raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}{cure}")
+    axes = (rows, cols) if isinstance(spec, rt) else (cols,)
+    if array.ndim < len(axes):
+        raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, and {array} has {array.ndim}")
     if not (isinstance(at, types.BaseTuple) and len(at) == array.ndim and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be {array.ndim} integers for an array of {array.ndim} axes, got {said(at)}")
-    axes = (rows, cols) if isinstance(spec, rt) else (cols,)
     if not all(-array.ndim <= axis < array.ndim for axis in axes) or len({axis % array.ndim for axis in axes}) < len(axes):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 

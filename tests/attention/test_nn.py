@@ -170,6 +170,22 @@ def test_without_memory():
     assert y.shape == x.shape and all(parameter.grad is not None for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("name", ["causal", "scale", "sink"])
+def test_an_option_of_the_module_is_none_of_a_call(name):
+    with pytest.raises(TypeError, match=f"^{name}: is the module's"):
+        Attention(DIM, 2)(torch.zeros(1, 4, DIM), **{name: None})
+
+
+def test_memory_comes_later():
+    """As it does where a model is spread over ranks: made without memory, then every module sets its own."""
+    module = Attention(DIM, 2, head_dim=16, sink=True, qk_norm=True, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        module.sink.fill_(torch.nan)
+    for each in module.modules():
+        each.reset_parameters() if hasattr(each, "reset_parameters") else None
+    assert not module.sink.any() and all(parameter.isfinite().all() for parameter in module.parameters())
+
+
 def test_what_is_printed():
     assert "heads=4, kv_heads=2, head_dim=16, rotary=100.0, causal=True, window=(7, None)" in repr(made("all")[0])
 

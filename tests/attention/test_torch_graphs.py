@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import attention
+import fuse.operators
 
 torch = pytest.importorskip("torch")
 from torch_calls import (  # noqa: E402
@@ -22,6 +23,7 @@ from torch_calls import (  # noqa: E402
     prepared,
 )
 
+from attention.nn import Attention  # noqa: E402
 from attention.softmax.backward import backward as backwards  # noqa: E402
 from attention.softmax.forward import VARIANTS, _variant  # noqa: E402
 
@@ -85,6 +87,35 @@ def test_export(strict):
     for tokens in TOKENS, 40:
         x = torch.randn(1, tokens, HEAD).bfloat16()
         assert_same(exported.module()(x), layer(x))
+
+
+class OfFused(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(HEAD, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return fuse.operators.residual_rms_norm(x, x, self.weight)[0]
+
+
+EXPORTED = {
+    "attention": Layer,
+    "module": lambda: Attention(HEAD, 1, causal=True, dtype=torch.bfloat16),
+    "projected": lambda: Attention(HEAD, 1, rotary=1e4, dtype=torch.bfloat16),
+    "fused": OfFused,
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_what_is_exported_loses_no_gradient(kind, strict):
+    """It is exported with parameters that require grad, runs without gradients, and refuses to lose them."""
+    layer, x = EXPORTED[kind](), torch.randn(1, TOKENS, HEAD).bfloat16()
+    module = torch.export.export(layer, (x,), strict=strict).module()
+    with torch.no_grad():
+        assert_same(module(x), layer(x))
+    with pytest.raises(NotImplementedError, match=r"requires grad.*torch\.no_grad\(\)"):
+        module(x)
 
 
 def test_an_out_and_a_state_that_are_written_are_not_forgotten():

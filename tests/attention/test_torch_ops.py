@@ -10,7 +10,8 @@ import pytest
 import attention
 
 torch = pytest.importorskip("torch")
-from torch_calls import CALLS, Inputs, Recording, assert_same, cloned, every_call, leaves, prepared  # noqa: E402
+import torch.autograd.forward_ad as forward_ad  # noqa: E402
+from torch_calls import CALLS, TOKENS, Inputs, Recording, assert_same, cloned, every_call, leaves, prepared  # noqa: E402
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
 checked = pytest.mark.parametrize("name", [name for name in CALLS if "fp8" not in name])  # which opcheck would multiply
@@ -49,7 +50,7 @@ def test_fakes_are_like_the_real(name):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
-def test_of_tensors_without_memory_only_shapes_are_asked():
+def test_of_tensors_without_memory_only_shapes_and_dtypes_are_asked():
     q = torch.empty(2, 1 << 20, 8, 64, dtype=torch.float16, device="meta")
     attention.forward(*(torch.zeros(1, 16, 1, 64, dtype=torch.float16) for _ in range(3)))
     out, lse = attention.forward(q, q, q, return_lse=True)
@@ -62,6 +63,14 @@ def test_of_tensors_without_memory_only_shapes_are_asked():
         attention.forward(q, q[0], q)
     with pytest.raises(TypeError, match="^q: must lie in host or CUDA memory"):
         attention.forward(q, *(torch.zeros(1, 16, 1, 64, dtype=torch.float16) for _ in range(2)))
+    for dtypes, said in [
+        ((torch.float32,) * 3, "q: dtype must be one of .* convert it"),
+        ((torch.float16, torch.bfloat16, torch.float16), "k: dtype must be q's: k.dtype='bfloat16', q.dtype='float16'"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{said}"):
+            attention.forward(*(q.to(dtype) for dtype in dtypes))
+    with pytest.raises(TypeError, match="lengths: dtype must be one of"):
+        attention.decode(q, q, q, lengths=torch.zeros(2, device="meta"))
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(1, 16, 1, 64, dtype=torch.float16)
     assert attention.forward(fake, fake, fake).shape == fake.shape
@@ -103,6 +112,29 @@ def test_a_tensor_that_requires_grad_is_refused_everywhere():
         if name not in ("grad", "op"):
             with torch.no_grad():
                 assert_same(leaves(way(q, k, v))[0].reshape(wanted.shape), wanted)
+
+
+def test_a_tangent_is_refused_everywhere():
+    """Forward-mode derivatives, of torch.func.jvp or of dual tensors: a result without one would pass for a constant."""
+    q, k, v = Inputs().qkv()
+    lengths = torch.tensor([TOKENS])
+    ways = {
+        "forward": attention.forward,
+        "variant": lambda *x: attention.forward(*x, window=(3, 3)),
+        "linear": attention.linear,
+        "decode": lambda *x: attention.decode(*x, lengths=lengths),
+    }
+    refused = pytest.raises(NotImplementedError, match=r"^k: has a tangent, and there are no forward-mode derivatives")
+    for way in ways.values():
+        for _ in range(3):  # by the way that was found for calls of this form, too
+            with torch.no_grad():
+                way(q, k, v)
+        with refused:
+            torch.func.jvp(lambda k, way=way: way(q, k, v), (k,), (k,))
+        with forward_ad.dual_level():
+            assert_same(leaves(way(q, k, v)), leaves(way(q, k, v)))  # of constants
+            with refused:
+                way(q, forward_ad.make_dual(k, k), v)
 
 
 # ---- autocast --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import pytest
 
+from attention.__main__ import has_gpu
 from fuse.__main__ import main
 
 
@@ -19,6 +20,11 @@ def test_show(capsys):
         (["show", "fuse.operators:nothing", "--shapes", "3x64"], 2, "no function that fuse.kernel made"),
         (["show", "fuse.operators:rms_norm_linear", "--shapes", "3x64", "64", "48x40"], 1, "(3, 64) and (48, 40)"),
         (["show", "fuse.operators:rms_norm_linear", "--shapes", "3xa"], 1, "--shapes: must be such as 16x4096"),
+        pytest.param(
+            ["tune", "fuse.operators:rms_norm_linear", "--shapes", "3x64", "64", "64x40"],
+            *(1, "tune: measures on "),
+            marks=pytest.mark.skipif(has_gpu(), reason="has a GPU, and would measure"),
+        ),
         (["show", "nowhere.py:f", "--shapes", "3x64"], 2, "nowhere.py:f: there is no file nowhere.py"),
         (["show", "nowhere:f", "--shapes", "3x64"], 2, "nowhere:f: No module named 'nowhere'"),
     ],

@@ -146,6 +146,19 @@ def a_sum_of_another_shape(x, g):
     mma_ABt(zeros(rt(16, 32, fp32)), zeros(B), zeros(B))
 
 
+@says(
+    "mma_ABt: got rt(16, 32, fp32), rt(32, 64, bf16), rt(16, 64, bf16): acc must be rt(32, 16, fp32), or a and b are swapped: "
+    "mma_ABt(acc, a, b) is acc + a b^T"
+)
+def operands_that_are_swapped(x, g):
+    mma_ABt(zeros(rt(16, 32, fp32)), zeros(rt(32, 64, bf16)), zeros(B))
+
+
+@says("mma_ABt: got rt(16, 64, bf16), rt(32, 64, bf16), rt(16, 32, fp32): the sum comes first, mma_ABt(acc, a, b); takes")
+def a_sum_that_comes_last(x, g):
+    mma_ABt(zeros(B), zeros(rt(32, 64, bf16)), zeros(rt(16, 32, fp32)))
+
+
 @says('mma_AB: got rt(16, 64, fp32), rt(16, 16, bf16), rt(16, 64, bf16): b must be in col layout, rt(16, 64, bf16, "col"): lo')
 def an_operand_in_row_layout(x, g):
     mma_AB(zeros(T), zeros(rt(16, 16, bf16)), zeros(B))
@@ -220,6 +233,16 @@ def storing_fp8_in_pieces(x, g):
 @says("load: the type to load must be an rt or a vector type, got st(64, 64, bf16)")
 def loading_a_shared_tile_type(x, g):
     load(x, S, (0, 0))
+
+
+@says("load: rt(16, 64, fp32) lies along 2 axes of the array, and array(float32, 1d, A) has 1")
+def loading_a_tile_of_a_vector(x, g):
+    load(x[0], T, (0, 0))
+
+
+@says("store: rt(16, 64, fp32) lies along 2 axes of the array, and array(float32, 1d, A) has 1")
+def storing_a_tile_to_a_vector(x, g):
+    store(x[0], zeros(T), (0,))
 
 
 @says("load: `at` must be 2 integers for an array of 2 axes, got None")

@@ -75,6 +75,17 @@ def test_torch_requires_grad():
         describe(x, "k")
 
 
+def test_torch_tangent():
+    torch = pytest.importorskip("torch")
+    import torch.autograd.forward_ad as forward_ad
+
+    x = torch.zeros(2, 3)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match=r"^k: has a tangent.*forward-mode derivatives.*k\.detach\(\)"):
+            describe(forward_ad.make_dual(x, x), "k")
+        describe(x, "k")
+
+
 def test_torch_without_memory():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match="^v: must lie in host or CUDA memory: device='meta'"):

@@ -11,6 +11,7 @@ from noting import RUNS, STREAM, Counted, Noted, gpu, noted, tensors, warm  # no
 
 torch = pytest.importorskip("torch")
 
+import torch.autograd.forward_ad as forward_ad  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
@@ -279,6 +280,19 @@ def test_gradients_are_not_lost(summed):
             summed(x, y, None, None, None)
     with torch.no_grad():
         summed(x, y, None, None, None)
+
+
+def test_tangents_are_not_lost(summed):
+    """Nor where forward-mode derivatives are computed, though a dual tensor looks like any other."""
+    x, y = tensors(4, 8)
+    warm(summed, x, y, None, None, None)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(y, y.clone())
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="^y: has a tangent"):
+                summed(x, dual, None, None, None)
+    summed(x, y, None, None, None)
+    assert summed.read == 0
 
 
 def test_options_that_cannot_be_looked_up(summed):

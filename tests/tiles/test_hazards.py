@@ -144,7 +144,7 @@ def ends_with_a_store_in_flight(target):
         warpgroup.tma_store(target, (0, 0), x)  # guilty
 
 
-@broken("unfinished", "the block ends, and this mma has not been waited for", range(4), Y)
+@broken("unfinished", "the block ends, and this mma has not been waited for: warpgroup.wait is missing", range(4), Y)
 def ends_with_an_mma_in_flight():
     x, y = operands()
     if warpgroup.id() == 0:

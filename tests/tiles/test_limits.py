@@ -82,7 +82,10 @@ def no_such_player():
 
 
 # ---- branches that would split a warp ------------------------------------------------------------------------------
-@broken("divergence", r"a branch takes one number for the whole warp, .* a number per lane \(True .. False\)")
+@broken(
+    "divergence",
+    r"a branch takes .* a number per lane \(True .. False\); branch on the warp, cuda.threadIdx.x // 32",
+)
 def branch_on_the_thread():
     if cuda.threadIdx.x == 0:  # guilty
         cuda.syncthreads()
@@ -204,7 +207,7 @@ def another_plan():
     x, y = Y.open()  # guilty
 
 
-@broken("plan", "the launch reserved no shared memory")
+@broken("plan", "the launch reserved no shared memory: tiles.launch.*shared=plan")
 def no_plan():
     x, y = Y.open()  # guilty
 
@@ -234,6 +237,16 @@ def operand_never_written():
 @broken("language", "cuda.atomic has no meaning for a whole warp; use tiles and ops")
 def atomics(array):
     cuda.atomic.add(array, 0, 1)  # guilty
+
+
+@broken("language", r"cuda.shared has no meaning for a whole warp; lay it out on the host, plan = shared\(name=st\(...\)\)")
+def shared_arrays(array):
+    cuda.shared.array(32, np.float32)  # guilty
+
+
+@broken("language", "cuda.grid has no meaning for a whole warp; .* or run it lane by lane, TILES_INTERPRET=ptx")
+def elements_of_lanes(array):
+    cuda.grid(1)  # guilty
 
 
 def undecorated(x):

@@ -11,7 +11,7 @@ from numba.core.errors import NumbaError
 from numba.cuda import types
 
 import tiles
-from ops import load, row_max, store, warpgroup, zeros
+from ops import exp, load, mma_AB, row_max, store, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared, st, static
 from tiles.compiler import compile_kernel
 from tiles.plain_errors import in_plain_words
@@ -137,6 +137,13 @@ def object_of_a_class(x):
 @mistake("Cls is a class that kernels cannot call: values made in a kernel are tuples and typing.NamedTuple's")
 def class_called(x):
     Cls()
+
+
+@mistake(
+    "st is a type that kernels do not make: it is laid out on the host, plan = shared(name=st(...)), and opened, plan.open()"
+)
+def makes_a_shared_tile(x):
+    zeros(st(16, 64, bf16))
 
 
 @mistake("helper is a plain Python function, which a kernel cannot call: decorate it with @tiles.inlined")
@@ -281,6 +288,31 @@ def assigns_a_row(x):
     x[0] = x[1]
 
 
+LOST = "is lost here: an op makes a new tile and changes none that it is given; write"
+
+
+@mistake(f"mma_AB: its result, rt(16, 64, fp32), {LOST} c = mma_AB(c, ...)")
+def drops_a_product(x):
+    c, a = zeros(T), bf16(zeros(T))
+    for _ in range(3):
+        mma_AB(c, a, load(x, rt(64, 64, bf16, "col"), (0, 0)))
+    store(x, c, (0, 0))
+
+
+@mistake(f"mma_AB: its result, pending rt(16, 64, fp32), {LOST} c = mma_AB(c, ...)")
+def drops_what_is_pending(x):
+    (a,) = plan.open()
+    c = zeros(T)
+    warpgroup.mma_AB(c, a, a)
+    warpgroup.wait(newer=0)
+    store(x, c, (0, 0))
+
+
+@mistake(f"exp: its result, rt(16, 64, fp32), {LOST} t = exp(...)")
+def drops_what_nobody_named(x):
+    exp(load(x, T, (0, 0)))
+
+
 def launched(body):
     tiles.launch(cuda.jit(body), 1, 32)(np.zeros((16, 64), np.float32))
 
@@ -308,7 +340,7 @@ def test_words_and_line(body):
 
 
 @pytest.mark.parametrize(
-    "body", [unknown_attribute, dictionary, two_types, makes_an_array, undefined, with_statement, makes_a_list]
+    "body", [unknown_attribute, dictionary, two_types, makes_an_array, undefined, with_statement, makes_a_list, drops_a_product]
 )
 def test_compiling_says_the_same(body):
     assert str(refused(compiled, body)) == str(refused(launched, body))
@@ -340,6 +372,21 @@ def test_the_lines_that_call_a_helper_are_named():
         "return stores_text(t)`",
         "store(x, passes_on(load(x, T, (0, 0))), (0, 0))`",
     ]
+
+
+def waits(x):
+    """For a product that nobody needs, by name and by the way."""
+    (a,) = plan.open()
+    warpgroup.store(a, warpgroup.load(x, rt(16, 64, bf16), (0, 0)))
+    warpgroup.sync()
+    warpgroup.wait(warpgroup.mm_AB(a, a))
+    _ = warpgroup.mm_AB(a, a)
+    warpgroup.wait(newer=0)
+
+
+def test_a_wait_s_tile_may_be_left():
+    x = np.zeros((64, 64), np.float32)
+    tiles.launch(cuda.jit(waits), 1, 128, shared=plan)(x)
 
 
 def doubles(x):

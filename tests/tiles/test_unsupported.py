@@ -9,7 +9,7 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
-from ops import exp, lane_sum, load, warpgroup, zeros
+from ops import exp, lane_sum, load, store, warpgroup, where, zeros
 from tiles import bf16, fp32, interpreter, ring, rt, shared, st
 from tiles.compiler import compile_kernel
 from tiles.unsupported import REFUSED
@@ -125,6 +125,10 @@ def branch(x):
         x[0, 0] = 1
 
 
+def negated(x):
+    store(x, where(not zeros(T), zeros(T), 1.0), (0, 0))
+
+
 def printed_with_words(x):
     print("tile", zeros(T))
 
@@ -146,12 +150,14 @@ MISTAKES = {
     powers: "a tile cannot be raised to a power: multiply, or use exp2(y * log2(x)); got rt(16, 32, fp32)",
     powers_in_place: "a tile cannot be raised to a power: ",
     powers_of_two: "a tile cannot be raised to a power: ",
-    matrix_product: "a tile cannot be multiplied with @: use warpgroup.mm_AB, mm_ABt, mma_AB or mma_ABt; got st(64, 64, bf16)",
+    matrix_product: "a tile cannot be multiplied with @: use mma_AB(acc, a, b), or in a warpgroup mm_AB(a, b); got st(64",
     shared_in_math: "a tile cannot be given to math or NumPy: import the function from ops (exp, log, sqrt, tanh, ...); got st",
     tile_in_flight: "a tile cannot be compared by these functions: use <, <=, ==, ... and where, or maximum and minimum",
     shared_arithmetic: "mul: st(64, 64, bf16) lies in shared memory: load(...) it first",
     negated_shared: "neg: st(64, 64, bf16) lies in shared memory: load(...) it first",
-    branch: "a branch cannot depend on a tile: rt(16, 32, fp32)",
+    branch: "a branch cannot depend on a tile: rt(16, 32, fp32); use where, or ask tile_any or tile_all of it; conditions are "
+    "joined by & and |, and turned round by ==, as mask == 0.0",
+    negated: "a branch cannot depend on a tile: rt(16, 32, fp32)",
 }
 
 

@@ -50,7 +50,8 @@ class Lanes:
     __repr__ = __str__
 
     def _refuse(self, use):
-        cause = f"{use} takes one number for the whole warp, and this one differs from lane to lane: {self}"
+        instead = "; branch on the warp, cuda.threadIdx.x // 32, or choose by tiles, where" if use == "a branch" else ""
+        cause = f"{use} takes one number for the whole warp, and this one differs from lane to lane: {self}{instead}"
         raise here().hazard(cause, "divergence")
 
     @property
@@ -87,6 +88,12 @@ def _xyz(x, y, z):
     return python.SimpleNamespace(x=x, y=y, z=z)
 
 
+INSTEAD_OF_CUDA = {
+    "shared": "lay it out on the host, plan = shared(name=st(...)), and open it, plan.open()",
+    "grid": "use tiles and ops, or run it lane by lane, TILES_INTERPRET=ptx",
+}
+
+
 class Cuda:
     """What `cuda` means inside an interpreted kernel."""
 
@@ -105,7 +112,8 @@ class Cuda:
         """The lanes of a warp meet. Here they never diverge, so nothing is to be done."""
 
     def __getattr__(self, name):
-        raise here().hazard(f"cuda.{name} has no meaning for a whole warp; use tiles and ops", "language")
+        instead = INSTEAD_OF_CUDA.get(name, "use tiles and ops")
+        raise here().hazard(f"cuda.{name} has no meaning for a whole warp; {instead}", "language")
 
 
 class Bounded(np.ndarray):

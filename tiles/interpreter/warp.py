@@ -88,7 +88,14 @@ class Warp(greenlet):
     def _allowed(self, found, doing):
         if found:
             kind, cause = found
-            raise self.hazard(f"{doing}, {cause}", kind)
+            raise self.hazard(f"{doing}, {cause}{self._not_awaited(cause) if kind == 'in flight' else ''}", kind)
+
+    def _not_awaited(self, cause):
+        """What is missing, if it is a copy of this warp's own by cp.async that is in flight."""
+        if any(copy.place.by(copy.deed) in cause for copy in self.copies):
+            return ": commit_group is missing"
+        late = [copy for group in self.groups[self.clock[self.copier] :] for copy in group]
+        return ": wait_group is missing" if any(copy.place.by(copy.deed) in cause for copy in late) else ""
 
     def _not_released(self, tile, doing):
         if tile.slot is not None and self.released.get(tile.slot, -1) >= tile.number:
@@ -326,7 +333,7 @@ class Warp(greenlet):
                 raise self.hazard(f"waits for {name}, which this warp has not filled", "wait")
             younger = len(self.groups) - self.filled[what]
             cause = f"newer={newer} lets the youngest {newer} groups of copies stay in flight, and only {younger} are younger"
-            raise self.hazard(f"{cause} than {name}", "wait")
+            raise self.hazard(f"{cause} than {name}: at most newer={younger}", "wait")
         known = int(self.clock[self.copier])
         self.until(lambda: all(copy.done for group in self.groups[known:done] for copy in group), lambda: "its copies")
         note(Waited, tuple(copy for group in self.groups[known:done] for copy in group), "its copies")
@@ -406,7 +413,7 @@ class Warp(greenlet):
         if pending.group > done:
             raise self.hazard(
                 f"newer={newer} lets the youngest {newer} mmas of this warpgroup stay in flight, and only "
-                f"{self.mmas - pending.group} are younger than the one asked for",
+                f"{self.mmas - pending.group} are younger than the one asked for: at most newer={self.mmas - pending.group}",
                 "wait",
             )
 
@@ -419,11 +426,16 @@ class Warp(greenlet):
             raise Hazard("unfinished", cause, store.place)
         pending = [copy for group in self.groups[self.clock[self.copier] :] for copy in group] + self.copies
         if pending:
-            raise Hazard("unfinished", f"the block ends, and nobody has waited for {pending[0].deed}", pending[0].place)
+            how = (
+                "wait for it, or fill with end= the number of tiles"
+                if " of pipeline " in pending[0].deed
+                else "wait_group is missing"
+            )
+            raise Hazard("unfinished", f"the block ends, and nobody has waited for {pending[0].deed}: {how}", pending[0].place)
         known = self.clock[block.mma_agents[self.index]] if self.mmas else 0
         if known < self.mmas:
             place = block.mmas[self.group][known].places[self.rank]
-            raise Hazard("unfinished", "the block ends, and this mma has not been waited for", place)
+            raise Hazard("unfinished", "the block ends, and this mma has not been waited for: warpgroup.wait is missing", place)
         self.close_deeds()
 
     def close_deeds(self):

@@ -148,6 +148,10 @@ INVALID = [
     (dict(v=zeros(2, 7, 2, 16)), V, "v: heads must equal k's: v.shape=(2, 7, 2, 16), k.shape=(2, 7, 3, 16)"),
     (dict(k=zeros(2, 7, 0, 16), v=zeros(2, 7, 0, 16)), V, "k: must have at least one head: k.shape=(2, 7, 0, 16)"),
     (dict(k=zeros(2, 7, 4, 16), v=zeros(2, 7, 4, 16)), V, f"q: heads must be a multiple of k's: heads=6, kv_heads=4: {SHAPES}"),
+    (
+        dict(q=zeros(2, 6, 5, 16), k=zeros(2, 3, 7, 16), v=zeros(2, 3, 7, 16)),
+        *(V, 'q: heads must be a multiple of k\'s, or are they (B, H, S, D)? That is layout="bhsd": heads=5, kv_heads=7: '),
+    ),
     (dict(layout="sbhd"), V, "layout: must be one of ('bshd', 'bhsd'): layout='sbhd'"),
     (dict(layout=["bshd"]), T, "layout: must be one of ('bshd', 'bhsd'): layout=['bshd']"),
     (dict(causal=1), T, "causal: must be a bool: causal=1"),

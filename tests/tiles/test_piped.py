@@ -1,0 +1,20 @@
+"""tiles/piped.py: a command whose reader leaves."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiles.piped import STOPPED
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("command", [["tiles", "layout", "rt", "64", "256", "bf16"], ["attention", "show", "--causal"]])
+def test_no_word_of_a_reader_that_left(command):
+    running = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    running.stdout.close()
+    assert "Traceback" not in running.stderr.read() and running.wait() == STOPPED
