@@ -1,7 +1,7 @@
-"""What a paged cache does with arrays, in each framework's own words: arrays of numbers that the host knows, which change where
-they lie; pages that are copied; rows that are written.
+"""What a paged cache does with arrays, for each framework: arrays of numbers that the host knows are updated in place, pages
+are copied, rows are written.
 
-JAX's arrays cannot be written: there each change gives a new array, to which the old one's memory is donated."""
+JAX's arrays cannot be written: there each change makes a new array, to which the memory of the old one is donated."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DESCALES = "k_descale", "v_descale"
 
 
 class Memory:
-    """NumPy's, and what all others but JAX have in common. like: an array that lies where all do."""
+    """For NumPy, and what all others but JAX have in common. like: an array in the place in which all lie."""
 
     def __init__(self, like: Any):
         self.place = self.place_of(like)
 
     def place_of(self, like: Any) -> Any:
-        """Where an array lies."""
+        """The place of an array: its device."""
         return getattr(like, "device", None)
 
     def new(self, host: np.ndarray) -> Any:
@@ -37,7 +37,7 @@ class Memory:
         return host.copy()
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """The array with other numbers, at the same address if it can be."""
+        """The array with other numbers, at the same address if possible."""
         array[...] = host
         return array
 
@@ -56,8 +56,8 @@ class Memory:
         tables: Pair,
         options: dict,
     ) -> tuple[Pools, Any]:
-        """attention.append to the pools of a layer, and what it returned. starts, pages: what the host knows of the sequences,
-        tables being the same as arrays (pages, starts). ends: of sequences that lie one behind the other."""
+        """attention.append to the pools of a layer. Returns (the pools, what append returned). starts, pages: what the host
+        knows of the sequences; tables: the same as arrays, (pages, starts). ends: cu_seqlens of packed sequences."""
         packed: dict[str, Any] = {} if ends is None else {"cu_seqlens": self.new(ends)}
         (k, v, *descales), (k_new, v_new), (of_pages, of_starts) = pools, new, tables
         packed |= zip(DESCALES, descales)
@@ -71,7 +71,8 @@ class Torch(Memory):
         return sys.modules["torch"].from_numpy(host.copy()).to(self.place, non_blocking=True)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """See Memory. Of pageable memory, so it has been read when this returns; the stream is not waited for."""
+        """See Memory. The numbers are in pageable memory, so they have been read when this returns; the stream is not waited
+        for."""
         return array.copy_(sys.modules["torch"].from_numpy(host), non_blocking=True)
 
 
@@ -88,7 +89,7 @@ class CuPy(Memory):
 
 
 class Jax(Memory):
-    """JAX's: rows are rotated by XLA, which may round a product and a sum at once."""
+    """For JAX. Rows are rotated by XLA, which may round a product and a sum together."""
 
     def place_of(self, like: Any) -> Any:
         (device,) = like.devices()
@@ -118,7 +119,7 @@ class Jax(Memory):
             raise NotImplementedError(f"{min(options)}: is not served on JAX's arrays")
         tokens, size = new[0].shape[1], pools[0].shape[1]
         counts = np.full(len(starts), tokens) if ends is None else np.diff(ends)
-        number = np.repeat(np.arange(len(starts)), counts)  # of each token's sequence
+        number = np.repeat(np.arange(len(starts)), counts)  # the sequence of each token
         first = np.repeat(np.cumsum(counts) - counts, counts)
         at = starts[number] + np.arange(len(number)) - first
         where = pages[number, at // size], at % size
@@ -156,7 +157,7 @@ def _rotated(x: Any, positions: np.ndarray, rotary: Pair | None, interleaved: bo
 
 
 def _quantised(x: Any) -> Pair:
-    """Rows (.., H, D) of x divided by what makes the greatest number of each 448, which is e4m3's end; and that."""
+    """(rows (.., H, D) of x divided by their descales, the descales): the greatest element becomes 448, the end of e4m3."""
     jnp = sys.modules["jax"].numpy
     x = x.astype("float32")
     descale = jnp.maximum(abs(x).max(-1) / END, LEAST)
@@ -172,7 +173,7 @@ KINDS: Sequence[tuple[type, type[Memory]]] = (
 
 
 def memory_of(like: Any) -> Memory:
-    """How an array's framework does it. TypeError: nobody knows."""
+    """The Memory of an array's framework. TypeError: there is none for it."""
     kind = frameworks.kind_of(like, "k")
     for its, memory in KINDS:
         if type(kind) is its:

@@ -1,15 +1,15 @@
-"""Arrays in e4m3, each head of each sequence divided by a number of its own, its descale, that makes its greatest element 448:
-three kernels, one after the other, for what a warp divides by follows from all rows.
+"""The kernels that quantise arrays to e4m3. Each head of each sequence is divided by a number of its own, its descale, so that
+its greatest element becomes 448. As the descale follows from all rows, that takes three kernels, one after the other:
 
-    parts      of some rows of a head: each column's sum, greatest and least
-    settle     of a head: its mean row, if that is to be subtracted, and its descale
+    parts      for some rows of a head: the sum, the greatest and the least element of each column
+    settle     for a head: its mean row, if that is to be subtracted, and its descale
     narrow     the rows themselves
 
-Or each block of 128 rows of a head by one:
+If each block of 128 rows of a head has its own descale, one kernel does it all:
 
-    blocks     its descale, and the rows themselves
+    blocks     the descale, and the rows themselves
 
-And the way back:
+And back:
 
     widen      rows of e4m3 times their descale, in 16 bits"""
 
@@ -30,15 +30,15 @@ from tiles.layout import LANES
 from .scales import END, LEAST
 from .write_kernel import FP8
 
-WARPS, ROWS, COLUMNS = 4, 16, 64  # of a thread block; of a tile
-PARTS = 32  # of a head's rows, at most
-BLOCK = 128  # rows that share a descale where a head has several
-SUM, GREATEST, SMALLEST = range(3)  # where they lie in a part
+WARPS, ROWS, COLUMNS = 4, 16, 64  # warps of a thread block; rows and columns of a tile
+PARTS = 32  # the most parts into which the rows of a head are divided
+BLOCK = 128  # rows that share a descale if a head has several descales
+SUM, GREATEST, SMALLEST = range(3)  # their places in a part
 
 
 @dataclass(frozen=True)
 class Config:
-    """Which of the kernels, and what the array holds. centred: is the mean subtracted?"""
+    """Which of the kernels, and the dtype of the array. centred: the mean is subtracted."""
 
     kernel: str
     of: dtype
@@ -58,7 +58,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             for centred in (False, True):
                 yield Config("narrow", of, centred)
                 yield Config("blocks", of, centred)
-                if of is bf16:  # it sees no element
+                if of is bf16:  # once is enough: this kernel reads no element of the array
                     yield Config("settle", of, centred)
 
 
@@ -69,8 +69,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def parts(gX: array(4, INPUT), gParts: array(4), count: INT, each: INT, pairs: INT, heads: INT):
-        """Of each head's rows `count` parts of `each` rows: gParts (head of a sequence, part, what, column). A warp a part of
-        some columns, which blocks along y share."""
+        """The sums and extremes of `count` parts of `each` rows of every head: gParts (head of a sequence, part, which,
+        column). Each warp has a part, for some columns; blocks along y divide the columns."""
         pair, part = divmod(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES, count)
         if pair < pairs:
             batch, head = divmod(pair, heads)
@@ -87,7 +87,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def settle(gParts: array(4), gMean: array(3), gDescale: array(2), count: INT, rows: INT, pairs: INT, heads: INT):
-        """What a head's elements are divided by, and its mean row. A warp a head."""
+        """The descale of a head, and its mean row. Each warp has a head."""
         pair = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         if pair < pairs:
             batch, head = divmod(pair, heads)
@@ -108,7 +108,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def narrow(gX: array(4, INPUT), gOut: array(4, fp8e4m3), gMean: array(3), gDescale: array(2), count: INT, heads: INT):
-        """(x - mean) / descale. A warp 16 rows of a head, of which there are `count`, and some columns: blocks along y."""
+        """(x - mean) / descale. Each warp has one of the `count` tiles of 16 rows of a head, and some columns; blocks along y
+        divide the columns."""
         pair, part = divmod(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES, count)
         batch, head = divmod(pair, heads)
         if batch < gX.shape[0]:
@@ -121,7 +122,7 @@ def make(config: Config):
 
     @inlined
     def rows_of(gX, gMean, batch, row, head, col):
-        """16 rows, without the mean if that is subtracted; 0 where there are none."""
+        """16 rows, minus the mean if that is subtracted; 0 behind the last row."""
         x = load(gX, X, (batch, row, head, col), 1, 3)
         if CENTRED:
             x = lower_fill(x - load(gMean, X.row_vec, (batch, head, col)), int32(gX.shape[1] - row), 0.0)
@@ -129,8 +130,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def blocks(gX: array(4, INPUT), gOut: array(4, fp8e4m3), gMean: array(3), gDescale: array(3), count: INT, heads: INT):
-        """(x - mean) / descale, of blocks of 128 rows of a head, of which there are `count`. A warp a block; it reads its rows
-        twice, from memory and from a cache."""
+        """(x - mean) / descale, for the `count` blocks of 128 rows of each head. Each warp has a block, and reads its rows
+        twice: from memory, then from a cache."""
         pair, block = divmod(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES, count)
         batch, head = divmod(pair, heads)
         if batch < gX.shape[0]:
@@ -150,7 +151,7 @@ def make(config: Config):
     def widen(
         gX: array(4, fp8e4m3), gOut: array(4, INPUT), gDescale: array(2), unit: FLOAT, count: INT, heads: INT
     ):  # fmt: skip
-        """x * descale * unit; a descale that is absent is 1. Warps as of `narrow`."""
+        """x * descale * unit; a descale that is absent is 1. Warps work as in `narrow`."""
         pair, part = divmod(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES, count)
         batch, head = divmod(pair, heads)
         if batch < gX.shape[0]:

@@ -1,10 +1,9 @@
-"""What becomes of new rows before they are rotated and written, as objects with the same methods: nothing, or a norm of each
-head's row,
+"""Norms of new rows, before they are rotated and written, as objects with the same methods: none, or a norm of each head's row,
 
     x / sqrt(mean(x^2) + eps) * weights        or the same of x - mean(x), plus a bias
 
-in float32, so that a row is rounded once, to what the cache holds. A warp has the heads of a token as the rows of a tile, some
-columns at a time: it reads a row once for the sums, and again, from near, for what it writes."""
+in float32, so that a row is rounded only once, to the dtype of the cache. A warp has the heads of a token as the rows of a
+tile, some columns at a time. It reads a row once for the sums, and once more, then from a cache, for what it writes."""
 
 from typing import Any
 
@@ -15,7 +14,7 @@ from tiles.arguments import FLOAT, array
 
 @static
 class AsTheyAre:
-    """Nothing."""
+    """No norm."""
 
     changes = False
 
@@ -29,17 +28,17 @@ class AsTheyAre:
 
     @inlined
     def of_rows(self, gX, part, at, given):
-        """What rows from `at` on, (batch, token, head), are normalised by; read as tiles of type `part`."""
+        """What the rows from `at` (batch, token, head) on are normalised by. They are read as tiles of type `part`."""
         return None
 
     @inlined
     def columns(self, x, part, of_rows, head, col, given):
-        """What becomes of some of their columns, from `col` on."""
+        """Some columns of these rows, from `col` on, normalised."""
         return x
 
     @inlined
     def half(self, x, part, of_rows, head, which, pair, given):
-        """What becomes of the first or the second columns of some pairs, from number `pair` on."""
+        """The first or the second columns of some pairs of columns, from number `pair` on, normalised."""
         return x
 
 

@@ -1,5 +1,5 @@
-"""What rows are divided by where a cache holds fp8, as objects with the same methods: nothing, what is given, or what makes the
-greatest element of each token and head 448, which is then written where the row goes."""
+"""The numbers by which rows are divided for an fp8 cache, as objects with the same methods: none; given ones; or, for each
+token and head, the number that makes its greatest element 448, which is then written beside the row."""
 
 from typing import Any, NamedTuple
 
@@ -7,15 +7,15 @@ from ops import abs, load, maximum, product, row_max, store, zeros
 from tiles import dtype, fp32, inlined, rt, static
 from tiles.arguments import array
 
-HEADS, COLUMNS = 16, 32  # of a tile
+HEADS, COLUMNS = 16, 32  # rows and columns of a tile
 X = rt(HEADS, COLUMNS, fp32)
-END, LEAST = 448.0, 2.0**-120  # END: of e4m3. LEAST: of scales, for heads that are not there have 0
+END, LEAST = 448.0, 2.0**-120  # the end of e4m3; the least scale, for heads that do not exist have elements of 0
 
 
 @inlined
 def pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, given):
-    """Pairs of columns from `col` on: the first of each pair, the others, cos and sin of their angles at a position. norm: of
-    rows, see row_norms.py."""
+    """Pairs of columns from pair `col` on: (the first column of each pair, the second, cos and sin of their angles at a
+    position). norm: of the rows, see row_norms.py."""
     cos, sin = load(gCos, X.row_vec, (position, col)), load(gSin, X.row_vec, (position, col))
     x = norm.half(load(gX, X, (at[0], at[1], head, 0, col), 2, 4), X, of_rows, head, 0, col, given)
     y = norm.half(load(gX, X, (at[0], at[1], head, 1, col), 2, 4), X, of_rows, head, 1, col, given)
@@ -24,19 +24,19 @@ def pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, given):
 
 @inlined
 def first_of(x, y, cos, sin):
-    """The first of each pair, rotated."""
+    """The first column of each pair, rotated."""
     return product(x, cos) - product(y, sin)
 
 
 @inlined
 def second_of(x, y, cos, sin):
-    """The others."""
+    """The second column of each pair, rotated."""
     return product(y, cos) + product(x, sin)
 
 
 class New(NamedTuple):
-    """Rows of K and of V, of one token: at (batch, token); K's columns that are rotated as pairs, too; by which tables, and at
-    which position. given: what norms read."""
+    """The rows of K and V of one token, at (batch, token). K's rotated columns are also passed as pairs, with the tables of
+    angles and the token's position. given: the arguments of norms."""
 
     k: Any
     k_pairs: Any
@@ -50,7 +50,7 @@ class New(NamedTuple):
 
 @static
 class Unscaled:
-    """Rows are rounded to what the cache holds, as they are."""
+    """Rows are not divided, only rounded to the dtype of the cache."""
 
     to: dtype
 
@@ -64,22 +64,23 @@ class Unscaled:
 
     @property
     def whole(self) -> bool:
-        """Does it take all columns of a row to know its scale? Then a warp has all of them."""
+        """Does the scale of a row depend on all of its columns? Then one warp has all of them."""
         return False
 
     @inlined
     def of(self, gScale, sequence, there, head, of_key, new, norm):
-        """What these heads of K or of V are divided by, which go `there`, to a page and a slot. new: see New; norm: of keys."""
+        """The numbers by which some heads of K or V are divided; these go `there`, to a page and a slot. new: see New. norm: of
+        keys."""
         return 1.0
 
     @inlined
     def held(self, x, scale):
-        """As the cache holds it."""
+        """x divided by its scale, in the dtype of the cache."""
         return self.to(x)
 
 
 class Given(Unscaled):
-    """By gScale[sequence, head]."""
+    """Rows are divided by gScale[sequence, head]."""
 
     def __str__(self):
         return ", scaled"
@@ -94,7 +95,7 @@ class Given(Unscaled):
 
 
 class Found(Given):
-    """By what becomes gScale[page, slot, head]."""
+    """Rows are divided by numbers that are found here and written to gScale[page, slot, head]."""
 
     def __str__(self):
         return ", scales found"

@@ -1,12 +1,12 @@
-"""Keys and values written where a cache has room for them, normalised, rotated and quantised on the way; and queries rotated.
+"""The kernel that writes new keys and values into a cache, normalised, rotated and quantised on the way, and rotates queries.
 
     y1 = x1 cos - x2 sin,    y2 = x2 cos + x1 sin
 
-in fp32, each product and the sum rounded, and then once to what the cache holds. Which two columns are a pair is a matter of
-strides: an array's rotated columns are passed once more, as (batch, token, head, 2, pair).
+in fp32: both products and their sum are rounded, and then the result once more, to the dtype of the cache. Which two columns
+form a pair follows from strides: the rotated columns of an array are passed once more, as (batch, token, head, 2, pair).
 
-A warp has the heads of a token as the rows of a tile, so a token's place, and its cos and sin, are the same for all that it
-moves. A cache that is not paged is one of pages as long as a sequence may be, of which each sequence has one."""
+A warp has the heads of a token as the rows of a tile, so the place of the token, and its cos and sin, are the same for all that
+it moves. A cache without pages is treated as one with a single, long page for each sequence."""
 
 import functools
 import sys
@@ -30,17 +30,17 @@ from tiles.program import Step
 from .row_norms import AS_THEY_ARE, AsTheyAre, Layer, Rms
 from .scales import COLUMNS, HEADS, Found, Given, New, Unscaled, X, first_of, pairs_of, second_of
 
-WARPS = 4  # of a thread block, one a token
-TABLE = types.Array(types.int32, 2, "A")  # a parameter that is one
-FP8 = 8, 9  # since GPUs of this compute capability
+WARPS = 4  # of a thread block; each has a token
+TABLE = types.Array(types.int32, 2, "A")  # the type of a page table
+FP8 = 8, 9  # the compute capability since which GPUs convert to fp8
 DTYPES = {x.np.name: x for x in (bf16, fp16, fp8e4m3)}
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What new rows hold, what the cache does, what they are divided by, and what becomes of keys and of queries before they
-    are rotated."""
+    """The dtypes of new rows and of the cache, the numbers by which rows are divided, and the norms of keys and of queries
+    before they are rotated."""
 
     new: dtype
     cache: dtype
@@ -69,8 +69,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 def _moving(scales: Unscaled, norm: AsTheyAre):
-    """How rows become what the target holds: (copied, rotated), both (source, (batch, token), target, (page, slot), ...).
-    of_rows: what they are normalised by."""
+    """The two ways in which rows go to the target, as functions (copied, rotated) of (source, (batch, token), target, (page,
+    slot), ...). of_rows: what the rows are normalised by."""
 
     @inlined
     def copied(gX, at, gY, there, head, first, scale, of_rows, given):
@@ -101,7 +101,7 @@ def make(config: Config):
 
     @inlined
     def sequence_of(gEnds, token):
-        """Which of the sequences that lie one behind the other has a token, by halves."""
+        """The packed sequence to which a token belongs, found by bisection."""
         low, high = int32(0), int32(gEnds.shape[0] - 1)
         while high - low > 1:
             middle = int32((low + high) // 2)
@@ -113,7 +113,7 @@ def make(config: Config):
 
     @inlined
     def page_of(gPages, sequence, n, count):
-        """The page that a sequence's n-th part lies in, of so many; -1: none."""
+        """The page that holds the n-th part of a sequence, if there are so many pages; else -1."""
         if n < gPages.shape[1]:
             page = gPages[sequence, n]
             return int32(page) if page >= 0 and page < count else int32(-1)
@@ -130,8 +130,8 @@ def make(config: Config):
         gLengths: ENDS, gPages: TABLE, gEnds: ENDS, gCos: array(2), gSin: array(2), gPositions: ENDS,
         rows: INT, tokens: INT, page_size: INT, key_parts: INT, fixed: INT, given: GIVEN,
     ):  # fmt: skip
-        """A warp a token, of `tokens` of each batch. Blocks along y: `key_parts` parts of 16 heads of K, as many of V, then
-        those of Q; along z columns. fixed: are all queries of a sequence at the position of its first?"""
+        """Each warp has a token; a batch has `tokens`. Blocks along y: `key_parts` groups of 16 heads of K, as many of V, then
+        those of Q. Blocks along z: columns. fixed: all queries of a sequence have the position of its first."""
         row, part = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES), int32(cuda.blockIdx.y)
         if row < rows:
             batch, token = divmod(row, tokens)
@@ -201,12 +201,12 @@ def launch(
     norm_eps: float = 0.0,
     in_place: bool = False,
 ) -> Step:
-    """The launch that writes K and V, `new` ones (B, S, Hk, D) into a cache (pages, page size, Hk, D), at `lengths`; and where
-    `queries` are a pair (q, out), rotates q (B, Sq, H, D) to out. norms: of keys and of queries. in_place: out may be q.
-    All else as attention.append has it; one of a page table and batch_index at most."""
+    """The launch that writes `new` K and V, (B, S, Hk, D), into a cache (pages, page size, Hk, D), behind `lengths`. If
+    `queries` is a pair (q, out), it also rotates q (B, Sq, H, D) to out. norms: of keys and of queries. in_place: out may be q.
+    All other arguments are those of attention.append; there is at most one of a page table and batch_index."""
     (k_new, v_new), (k, v), (cos, sin) = new, cache, rotary or (None, None)
     batch, tokens, heads, _ = k_new.shape
-    if batch_index is not None:  # its page table, of one page a sequence
+    if batch_index is not None:  # as a page table with one page for each sequence
         pages = batch_index.spread(1, 1)
     pairs = cos.shape[1] if cos else 0
     arrays = {"gKNew": k_new, "gVNew": v_new, "gK": k, "gV": v, "gLengths": lengths, "gPages": pages, "gEnds": ends}
@@ -226,7 +226,8 @@ def launch(
     of_norms, normed = _normed((norms[0], norms[1] if queries else None), pairs, interleaved, norm_eps)
     config = Config(DTYPES[k_new.form.dtype], DTYPES[k.form.dtype], kind, *of_norms)
     rows, columns = batch * tokens, max(k.shape[3], v.shape[3])
-    whole = kind(config.cache).whole or (in_place and norms[1] is not None)  # a norm reads what other warps would have written
+    # a norm reads columns that other warps might have overwritten
+    whole = kind(config.cache).whole or (in_place and norms[1] is not None)
     across = 1 if whole else -(-columns // COLUMNS)
     return kernel_for(sys.modules[__name__], config, device).bind(
         (-(-rows // WARPS), parts, across),
@@ -253,7 +254,7 @@ def turned(
     norm: Norm | None = None,
     norm_eps: float = 0.0,
 ) -> Step:
-    """The launch of the same kernel that rotates queries alone."""
+    """The launch of the same kernel that only rotates queries."""
     (q, out), (cos, sin) = queries, rotary
     pairs, (batch, tokens, heads, columns) = cos.shape[1], q.shape
     arrays = {"gQ": q, "gOut": out, "gLengths": lengths, "gEnds": ends, "gCos": cos, "gSin": sin, "gPositions": positions}
@@ -268,7 +269,7 @@ def turned(
 def _normed(
     norms: tuple[Norm | None, Norm | None], pairs: int, interleaved: bool, eps: float
 ) -> tuple[list[AsTheyAre], dict[str, Any]]:
-    """What becomes of keys and of queries, and what the kernel is told of that."""
+    """(the norms of keys and of queries, the kernel's arguments for them)"""
     found: list[AsTheyAre] = []
     told: dict[str, Any] = {}
     for norm, name in zip(norms, ("k_norm", "q_norm")):
@@ -284,7 +285,7 @@ def _normed(
 
 
 def _pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:
-    """The columns that are rotated, (.., 2, pairs): neighbours, or a half's and the other's."""
+    """The rotated columns as (.., 2, pairs): a pair is two neighbours, or one column of each half."""
     if not pairs:
         return None
     form = x.form
@@ -294,5 +295,5 @@ def _pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:
 
 
 def _of_heads(scale: Operand | None, lengths: Operand) -> Operand | None:
-    """A scale of each sequence and head; those of tokens as they are."""
+    """Scales with an axis of sequences and one of heads; those of tokens as they are."""
     return scale.spread(0, lengths.shape[0]) if scale and len(scale.shape) == 1 else scale
