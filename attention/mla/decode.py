@@ -21,13 +21,13 @@ from ..softmax.decode.launches import by_rows
 from ..softmax.decode.page_checks import placed
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
+from ..softmax.decode.splits import splits_for
 from ..softmax.fp8 import of_fp8
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
 from ..softmax.planning import scale_of
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
-from .parts import parts_for
 from .products import Same
 from .shape import COLUMNS, LATENT, ROTARY
 
@@ -218,7 +218,8 @@ def _plan(
     of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if reach.right else {})
     config = shape(reach, Part(dtype, piece))
     bands = -(-rows // config.band)
-    parts = parts_for(batch * bands, -(-most_keys // config.kv), gpu.processors * config.resident) if splits is None else splits
+    tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
+    parts = splits_for(batch * bands, tiles, places) if splits is None else splits
     told = {"splits": parts, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     to, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
     if parts == 1:

@@ -174,17 +174,17 @@ def _few(blocks, places):
 
 
 @follows
-def splits_for(blocks: int, tiles: int, processors: int) -> int:
-    """The fewest splits with which the call ends soonest. blocks: without splits, each of which has up to `tiles` tiles of
-    keys. A multiprocessor works at the speed of its share of memory, on one block or several at a time, so what counts is how
-    many it gets."""
-    return _soonest(blocks, tiles, processors)
+def splits_for(blocks: int, tiles: int, places: int) -> int:
+    """The fewest splits with which a call ends soonest, by shapes alone. blocks: without splits, each of which has up to `tiles`
+    tiles of keys. places: for blocks at a time. A multiprocessor works at the speed of its share of memory, on one block or
+    several at a time, so what counts is how many blocks a place gets."""
+    return _soonest(blocks, tiles, places)
 
 
 @functools.lru_cache(4096)
-def _soonest(blocks, tiles, processors):
+def _soonest(blocks, tiles, places):
     def time(splits):
         each = -(-tiles // splits) + BEGIN
-        return -(-blocks * splits // processors) * each + COMBINE * (splits > 1)
+        return -(-blocks * splits // places) * each + COMBINE * (splits > 1)
 
     return min(range(1, max(1, min(MOST, tiles)) + 1), key=time)

@@ -9,7 +9,7 @@ from places import BF16, OnInterpreter
 import attention
 from attention import reference
 from attention.cache import PagedCache
-from attention.mla import ampere, combine, decode, hopper, parts, quantised
+from attention.mla import ampere, combine, decode, hopper, quantised
 from attention.mla.shape import COLUMNS, LATENT, ROTARY
 from tiles import fp8e4m3
 from tiles.frameworks import Kind
@@ -246,13 +246,6 @@ def test_every_shape_fits(arch):
         for config in module.space(arch, False):
             _, smem = module.make(config)
             assert smem.nbytes <= ampere.ROOM[arch]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "tiles", "wanted"), [(128, 64, 1), (256, 64, 1), (64, 64, 2), (16, 512, 8), (1, 512, 128), (1, 1, 1), (4, 0, 1)]
-)
-def test_parts_fill_the_multiprocessors(blocks, tiles, wanted):
-    assert parts.parts_for(blocks, tiles, 132) == wanted
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
