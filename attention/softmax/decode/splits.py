@@ -175,9 +175,9 @@ def _few(blocks, places):
 
 @follows
 def splits_for(blocks: int, tiles: int, places: int) -> int:
-    """The fewest splits with which a call ends soonest, by shapes alone. blocks: without splits, each of which has up to `tiles`
-    tiles of keys. places: for blocks at a time. A multiprocessor works at the speed of its share of memory, on one block or
-    several at a time, so what counts is how many blocks a place gets."""
+    """The fewest splits with which a call ends soonest, by shapes alone. blocks: without splits, each of which has up to
+    `tiles` tiles of keys. places: for blocks at a time. A multiprocessor works at the speed of its share of memory, on one
+    block or several at a time, so what counts is how many blocks a place gets."""
     return _soonest(blocks, tiles, places)
 
 
