@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from operator_cases import A100, normal
 from references import compare
-from test_since_ampere import A100, normal
 
 import fuse
 from fuse import fused, operators, proof, rules, terms

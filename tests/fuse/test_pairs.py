@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from operator_cases import normal
 from references import compare
-from test_since_ampere import normal
 
 import fuse
 from fuse import fused, operators

@@ -5,18 +5,17 @@ import dis
 
 import numpy as np
 import pytest
+from operator_cases import A100, SHAPES, normal, sample
 from references import compare
-from test_operators import SHAPES, sample
 
 import fuse
 from fuse import fused, inspect, module, operators, proof
 from fuse.candidates import candidates, chosen
-from fuse.cost import H200, Card, card_of
+from fuse.cost import H200, card_of
 from fuse.templates import since_ampere
 from fuse.templates.since_ampere import SinceAmpere
 from tiles import bf16, fp16
 
-A100 = Card("NVIDIA A100", 108, 1.7e12, 2.2e14, 1e13, wgmma=False)
 PRODUCTS = [name for name in SHAPES if "linear" in name or "mlp" in name]
 
 
@@ -29,11 +28,6 @@ def without_wgmma(monkeypatch):
 def turned(arrays):
     """Weights as torch has them: (N, K) in memory."""
     return [np.asfortranarray(x) if n and np.ndim(x) == 2 else x for n, x in enumerate(arrays)]
-
-
-def normal(*shape):
-    """Random numbers around 0."""
-    return np.random.default_rng(0).standard_normal(shape).astype(bf16.np)
 
 
 @pytest.mark.parametrize(("rows", "lying", "dtype"), [(1, turned, fp16), (17, list, bf16), (70, turned, bf16)])

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from operator_cases import normal
 from references import compare
-from test_since_ampere import normal
 
 import fuse
 import fuse.operators as operators

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from banks import ways
+from cut_tiles import DTYPES, PLACES, WIDTHS, cut
 from numba import cuda
-from test_load_store import DTYPES, PLACES, WIDTHS, cut
 
 import tiles
 from ops import commit_group, copy_async, copy_pages, load, look_up, store, subtile, truncate, wait_group, warpgroup

@@ -4,13 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
+from block_masks import block_mask, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
 from judged_gradients import NOISE, agree
 from places import RANDOMLY, OnCard, OnInterpreter
 from test_backward import call
-from test_key_block_lists import block_mask, drawn
 
 import attention
 from attention import reference

@@ -4,39 +4,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from block_masks import block_mask, drawn
 from judged import agree, inputs, poisoned, there
 from places import OnInterpreter
 
 import attention
 from attention.softmax.launches import Before
 
-FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 odd = lambda b, h, i, j: (i + j) % 2 == 1
 
 
 @pytest.fixture(params=["sm_90", "sm_80"])
 def family(request):
     return request.param
-
-
-def lists_of(classes, what):
-    """(how many blocks of a row have this class, their numbers first and then poison)."""
-    count = (classes == what).sum(-1)
-    order = np.argsort(classes != what, -1, kind="stable")
-    return count.astype(np.int32), np.where(np.arange(classes.shape[-1]) < count[..., None], order, 10**6).astype(np.int32)
-
-
-def block_mask(classes, size, whole=True):
-    """A BlockMask of a map of classes."""
-    full = lists_of(classes, 2) if whole else (None, None)
-    return SimpleNamespace(**dict(zip(FIELDS, (*lists_of(classes, 1), *full))), BLOCK_SIZE=size)
-
-
-def drawn(*shape):
-    """A map of classes, of which a row of blocks sees nothing."""
-    classes = np.random.default_rng(0).integers(0, 3, shape)
-    classes[..., 1, :] = 0
-    return classes
 
 
 CASES = {  # sizes of blocks around those of tiles and across them; a batch or head for all, lists that differ; options besides
