@@ -92,7 +92,6 @@ class Kernel:
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None, early: bool = False):
         self.kernel, self.threads, self.shared, self.ordinal, self.early = kernel, threads, shared, ordinal, early
-        self.cluster = (shared.blocks, 1, 1) if shared and shared.blocks > 1 else None
         self.interpreted = ordinal is None or forced()
         self.title = kernel.py_func.__name__
         self.parameters: dict[str, _Place] = {}
@@ -150,7 +149,7 @@ class Kernel:
             raise
         code = self.codes.get(others) or self._load(others)
         contents = made(Contents, grid, block, plain, maps)
-        return made(Bound, code, self.title, (self.threads, 1, 1), self.cluster, self.nbytes, contents, self.frames, self.early)
+        return made(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early)
 
     def given(self, bound: "Bound") -> dict[str, Any]:
         """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
@@ -202,7 +201,7 @@ class Kernel:
             elif value is not None and elements is TILES:
                 map_encoding(name, what, value.form)
             bound.append((value, what.spec if elements is TILES else None))
-        launch = Launch(self.kernel, grid, self.threads, self.shared, None, self.cluster)
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
         return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 

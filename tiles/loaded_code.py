@@ -52,7 +52,7 @@ class Loaded:
         if nbytes > self.target.shared_bytes:
             raise ValueError(f"shared: {nbytes} bytes a block, but {self.target} has {self.target.shared_bytes}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        with self.target.current(), uncaptured():
+        with self.target.current():
             check(driver.cuFuncSetAttribute(self.function, limit, nbytes))
         self.dynamic = nbytes
 

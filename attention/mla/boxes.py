@@ -17,7 +17,6 @@ BEHIND = LATENT // ROTARY  # rotated columns are so many times their own number 
 class Dense:
     """Sequence n in batch n of an array (batch, row, head, column)."""
 
-    blocks = 1  # that bring tiles for each other
     writers = ahead = 0  # warps that store tiles; further tiles of rotated columns that are under way
 
     def __str__(self):

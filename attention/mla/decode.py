@@ -161,7 +161,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
 
     def shape(reach, result):
         if box is None:
-            return hopper.gathered(dtype, reach, cache, result)
+            return hopper.gathered(dtype, False, reach, cache, result)
         return hopper.Config(Same(dtype), reach, box, result)
 
     return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
@@ -190,10 +190,9 @@ def _mla_decode_fp8(
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = _cache(problem, piece)
     if chosen == "sm_90" and (family is not None or rows > 2 * quantised.BAND):
-        blocks = 1 if -(-rows // hopper.Config.band) % hopper.PAIR else hopper.PAIR
 
         def shape(reach, result):
-            return hopper.widened(dtype, reach, cache, result, blocks)
+            return hopper.gathered(dtype, True, reach, cache, result)
 
         return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 

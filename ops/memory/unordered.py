@@ -18,14 +18,12 @@ import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
-from tiles import ptx
 from tiles.builder import i64
 from tiles.dtypes import DTYPES, bf16, fp16
 from tiles.interpreter import here
 from tiles.interpreter.accesses import READ
 from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
-from tiles.ring import peers_at, peers_of
 from tiles.types import rt, rv, st
 from tiles.values import Tile
 
@@ -34,7 +32,6 @@ from .load_store import check_load, check_store, load_rows, store_rows
 
 QUAD_OF_16 = 32  # columns of 2 bytes that a quad reads at once
 QUAD_OF_8, BAND = 64, 16  # the same of 1 byte; rows of a tile of it
-STORE_ASYNC = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 
 @op(takes_operands=True)
@@ -111,14 +108,10 @@ def load_pages(pool, spec, found, at, last):
 
 
 @op(takes_operands=True)
-def store_widened(tile, value, ring=None, j=0):
+def store_widened(tile, value):
     """tile[:] = value, with its columns in their own order again. tile: st(16, n) of 2 bytes an element. value: rt(16, n) of
-    fp8, as load_unordered and load_pages give it, n a multiple of 64. ring: of whose j-th tile it is a part; the other blocks
-    that share the ring get it, too, without waiting for it (st.async)."""
-    values = value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))]
-    here().write(tile, values)
-    for arrivals in peers_of(ring, j) if ring else ():
-        here().write_async(tile, values, arrivals)
+    fp8, as load_unordered and load_pages give it, n a multiple of 64."""
+    here().write(tile, value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))])
 
 
 def _fits(spec, held):
@@ -156,7 +149,7 @@ def _(pool, spec: type, found, at, last):
 
 
 def _widened(b, spec, words, to):
-    """Words of four fp8 elements each as words of two of dtype `to`; fp16 holds them as they are."""
+    """Words of four fp8 elements each, as words of two of dtype `to`. fp16 holds them as they are."""
     if to is fp16:
         return [b.halves(spec.dtype, word, part) for word in words for part in ("lo", "hi")]
     found = b.elements(spec, b.pack(words))
@@ -164,28 +157,22 @@ def _widened(b, spec, words, to):
 
 
 @lowers(store_widened)
-def _(tile, value, ring, j):
+def _(tile, value):
     fits = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.width == 2 * QUAD_OF_8
     if not fits or not _fits(value, value.dtype) or tile.shape != value.shape:
         shape = f"({BAND}, {QUAD_OF_8} n"
         raise TypeError(f"store_widened: takes st{shape}) of 2 bytes and rt{shape}) of fp8, got {tile}, {value}")
 
-    def emit(b, address, registers, base, j):
+    def emit(b, address, registers):
         lane = b.lane()
         row, byte = b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(32))
         start, swizzle = b.row_address(tile, address, row)  # of eight lanes four have one row, four the next: no bank twice
         places = [b.add(start, b.xor(b.add(byte, b.u32(16 * half)), swizzle)) for half in (0, 1)]
-        peers = [
-            ([ptx.map_shared(b, place, peer) for place in places], arrivals)
-            for peer, arrivals in (peers_at(b, ring, base, j) if ring else ())
-        ]
         for (down, col), words in global_vectorized.accesses_of(b, value, registers):
             pairs = _widened(b, value, words, tile.dtype)
-            further = b.u32(down * tile.width + col // QUAD_OF_8 * tile.panel_bytes)
+            further = down * tile.width + col // QUAD_OF_8 * tile.panel_bytes
             for half, place in enumerate(places):
-                four = pairs[4 * half : 4 * half + 4]
-                b.do("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", b.add(place, further), *four)
-                for there, arrivals in peers:
-                    b.do(f"{STORE_ASYNC}.v4.b32 [$0], {{$1, $2, $3, $4}}, [$5];", b.add(there[half], further), *four, arrivals)
+                at = b.add(place, b.u32(further))
+                b.do("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", at, *pairs[4 * half : 4 * half + 4])
 
     return void, emit

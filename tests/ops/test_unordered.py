@@ -105,11 +105,11 @@ def test_what_is_refused():
             meaning(wrong, np.zeros((16, 16), bf16.np))
 
 
-@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2], ids=str)
-def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype):
+@pytest.mark.parametrize(("dtype", "to"), [(fp8e4m3, bf16), (fp8e5m2, bf16), (fp8e4m3, fp16), (fp8e5m2, fp16)], ids=str)
+def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype, to):
     """Of an array, and of pages; rows behind the end are 0, no place behind it is looked up."""
-    HELD, WIDE, PART, LAST, SIZE = rt(16, 128, dtype), rt(16, 128, bf16), st(16, 128, dtype, 64), 27, 3
-    smem = tiles.shared(first=st(8, 64, bf16), t=st(32, 128, bf16))
+    HELD, WIDE, PART, LAST, SIZE = rt(16, 128, dtype), rt(16, 128, to), st(16, 128, dtype, 64), 27, 3
+    smem = tiles.shared(first=st(8, 64, to), t=st(32, 128, to))
 
     @cuda.jit
     def body(x, pool, pages, out):
@@ -121,7 +121,7 @@ def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype):
         store(out, load(subtile(t, 16, 0), WIDE), (0, 0))
         store(out, load(subtile(t, 16, 1), WIDE), (16, 0))
 
-    x, pool, out = sample((2, 18, 128), dtype), sample((11, SIZE, 3, 128), dtype), blank((32, 128), bf16)
+    x, pool, out = sample((2, 18, 128), dtype), sample((11, SIZE, 3, 128), dtype), blank((32, 128), to)
     pages = np.full((2, 11), -(2**20), np.int32)
     pages[1, : -(-LAST // SIZE)] = np.random.default_rng(1).permutation(11)[: -(-LAST // SIZE)]
     run(body, x, pool, pages, out, shared=smem)
@@ -129,7 +129,7 @@ def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype):
     wanted[:14] = x[1, 4:]
     for row in range(16, LAST):
         wanted[row] = pool[pages[1, row // SIZE], row % SIZE, 2]
-    assert (out == wanted.astype(bf16.np)).all()
+    assert (out == wanted.astype(to.np)).all()
 
 
 def test_what_widening_refuses():
