@@ -13,8 +13,9 @@ from .visible_keys import CAUSAL, FULL, Left, Masked, Right
 
 
 class Assembled(NamedTuple):
-    """A variant, the numbers that its kernel is given, by name, and the unit of its scores: exp(unit s) are the weights. reach:
-    how many keys a query sees at most, if a window says so. before: what becomes of scores before a function in Python."""
+    """A variant, the numbers that its kernel gets, by name, and the unit of its scores: weights are exp(unit s). reach: the
+    most keys that a query sees, if a window limits them. before: the part of the variant that changes scores before a function
+    in Python."""
 
     variant: Variant
     numbers: dict[str, float | Number]
@@ -35,8 +36,8 @@ def assembled(
     score: Scored | SlopedBy | None = None,
     more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> Assembled:
-    """The variant of these options, and `more` with their numbers; alibi and sink say whether there is one, bias
-    how it is read. Scores are capped, then sloped and biased, then a function's; what is masked stays masked."""
+    """The variant for these options and for `more`, with their numbers. alibi and sink: whether there is one. bias: how it is
+    read. Scores are capped, then get slopes and bias, then go through a function; what is masked stays masked."""
     (left, right), unit = window, scale
     parts = [part for part, _ in more]
     numbers = {name: x for _, its in more for name, x in its.items()}
@@ -73,5 +74,5 @@ def assembled(
 
 
 def _all_of(parts: Sequence[Variant]) -> Variant:
-    """One after the other."""
+    """The variant that applies these one after the other."""
     return functools.reduce(Both, parts) if parts else FULL

@@ -7,7 +7,7 @@ from typing import Any
 from tiles import dtype, st
 from tiles.arguments import Record, record
 
-from .bias_tiles import Nothing, Tiles
+from .bias_tiles import BiasTiles, NoTiles
 from .key_block_lists import Listed
 from .key_sources import Along, InPages
 from .sequences import Batched, Cached
@@ -54,10 +54,10 @@ class BaseConfig:
         return self.lie(self.rows)
 
     @property
-    def brought(self) -> Nothing:
+    def brought(self) -> NoTiles:
         """What TMA brings beside a tile of keys (bias_tiles.py)."""
         brings = self.variant.brings
-        return Nothing() if brings is None else Tiles(self.rows, self.kv, brings)
+        return NoTiles() if brings is None else BiasTiles(self.rows, self.kv, brings)
 
     @property
     def given(self) -> Record:

@@ -14,8 +14,8 @@ ROWS = warpgroup.ROWS
 
 
 @static
-class Nothing:
-    """Nothing."""
+class NoTiles:
+    """Nothing is brought."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Nothing:
 
 
 @static
-class Tiles(Nothing):
+class BiasTiles(NoTiles):
     """Tiles of a bias, (batch, head, query, key), of 2 bytes a number: at.given.bias becomes the consumer's part."""
 
     queries: int

@@ -1,4 +1,4 @@
-"""What a call of attention.forward asks for, made plain and looked at: its options, and the arrays that some of them hold."""
+"""The options of a call of attention.forward, checked and brought into one form, with the arrays that some of them hold."""
 
 import operator
 import sys
@@ -11,8 +11,8 @@ from .block_masks import FIELDS
 from .dropped import SEED_END
 from .prepared_lists import BlockLists, Making
 
-AUX = 8  # arrays that functions in Python may read
-# Rows of schemas: those arrays, and what a caller's blocks consist of.
+AUX = 8  # the most arrays that functions in Python may read
+# Rows of schemas, for these arrays and for a caller's lists of blocks.
 OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
 OF_BLOCKS = """\
     kv_num_blocks       IJP   index  optional
@@ -23,7 +23,7 @@ OF_BLOCKS = """\
 
 
 def differentiated(*arrays: Any) -> bool:
-    """Are gradients with respect to one of these arrays, torch's, to come?"""
+    """Does torch want gradients with respect to one of these arrays?"""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
@@ -49,7 +49,7 @@ def ends_of(window: Any) -> tuple[int | None, int | None]:
 
 
 def eight(aux: Any) -> tuple:
-    """The arrays that functions read, and None for those that could be; TypeError."""
+    """The arrays that functions read, filled up to eight with None. TypeError: they are not a sequence of so many arrays."""
     if not isinstance(aux, (tuple, list)):
         raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
     if len(aux) > AUX or any([x is None for x in aux]):
@@ -80,7 +80,7 @@ def random_of(dropout: Any, seed: Any) -> Random:
         return KEPT
     if seed is None:
         raise ValueError(f"seed: must be given where something is dropped: {dropout=}")
-    if not isinstance(seed, int):  # Dynamo's are, and can be asked for nothing else
+    if not isinstance(seed, int):  # Dynamo's symbolic integers are ints, and can be asked for nothing else
         if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
             return Random(share, None, seed)
         seed = operator.index(seed)
@@ -90,8 +90,8 @@ def random_of(dropout: Any, seed: Any) -> Random:
 
 
 class Asked(NamedTuple):
-    """What blocks= asks for: (rows, columns) of a caller's blocks, and its lists; of lists that are ready which calls they are
-    for, and they themselves. None for what there is not."""
+    """What blocks= asks for: the (rows, columns) of a caller's blocks and its lists; or, for lists that were made before, which
+    calls they are for, and the lists. None for what is not given."""
 
     size: tuple[int | None, int | None] = None, None
     ready_for: str | None = None
@@ -124,5 +124,5 @@ def blocks_of(blocks: Any) -> Asked:
 
 
 def several(norm: Any) -> tuple:
-    """What a norm consists of, whatever it is."""
+    """The parts of a norm, as a tuple: (weights,), (weights, bias) or whatever was passed."""
     return norm if type(norm) is tuple else (norm,)

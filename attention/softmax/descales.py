@@ -1,5 +1,5 @@
-"""What fp8's numbers are to be multiplied by, as objects with the same methods: a number of each head, or of each block of rows
-and head. hopper_fp8.py makes scores and outputs of them."""
+"""The descales of fp8 arrays, called units in kernels, as objects with the same methods: one for each head, or one for each
+block of rows and head. hopper_fp8.py computes scores and outputs with them."""
 
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ from tiles.arguments import array
 
 from ..cache.quantize_kernels import BLOCK
 
-LEAST = 2.0**-100  # of the unit of scores
-LEAST_VALUE = 2.0**-60  # of that of a block's values: of a block of zeros it may be any
+LEAST = 2.0**-100  # the least unit of scores
+LEAST_VALUE = 2.0**-60  # the least unit of a block of values; that of a block of zeros may be anything
 
 
 class OfTile(NamedTuple):
-    """Units of a tile's scores and of its values, each a pair: of its first block of rows, and of its second one."""
+    """The units of a tile's scores and of its values, each a pair: for its first block of rows, and for its second one."""
 
     scores: Any
     values: Any
@@ -24,7 +24,7 @@ class OfTile(NamedTuple):
 
 @static
 class OfHeads:
-    """Of each sequence and head of keys; q, too, has one of each head of keys. One that is absent is 1."""
+    """A unit for each sequence and head of keys; q, too, has one for each head of keys. A unit that is absent is 1."""
 
     by_block = False
 
@@ -42,7 +42,7 @@ class OfHeads:
 
     @inlined
     def of(self, gUnit, batch, head):
-        """That of a sequence's head."""
+        """The unit of a sequence's head."""
         if gUnit.shape[0] > 0:
             return float32(gUnit[batch, head])
         else:
@@ -56,7 +56,7 @@ class OfHeads:
 
     @inlined
     def of_tile(self, told, key, unit):
-        """What the tile of keys from `key` on has of its own: an OfTile, or None. It is asked for a tile ahead."""
+        """The units that the tile of keys from `key` on has of its own: an OfTile, or None. They are loaded a tile ahead."""
         return None
 
     @inlined
@@ -66,19 +66,20 @@ class OfHeads:
 
     @inlined
     def measured(self, s, tile, unit):
-        """A tile's scores, without units."""
+        """The scores of a tile, multiplied by their units."""
         return s * unit
 
     @inlined
     def weighed(self, s, below, lifted, seen, tile, measured, of):
-        """What has been seen with a tile's scores, but for their sum, and their weights. below: what is subtracted from a row's
-        scores, or None; lifted: the same for higher weights. measured: have scores no unit any more? of: an hopper_fp8.Tile."""
+        """(`seen` with a tile's scores, except for the sum of their weights; the weights). below: what is subtracted from a
+        row's scores, or None. lifted: the same for higher weights. measured: scores are multiplied by their unit already. of: a
+        hopper_fp8.Tile."""
         seen = seen.moved(s, below, of.scale, of.slack)
         return seen, seen.weights(s, lifted, of.scale)
 
     @inlined
     def summed(self, seen, p, tile):
-        """The same with the weights in their sum."""
+        """`seen` with the weights added to their sum."""
         return seen.add(p)
 
 
@@ -123,7 +124,7 @@ class OfBlocks(OfHeads):
 
     @inlined
     def within(self, block, told):
-        """A block that there is; of a tile behind the last one, which nobody sees, any will do."""
+        """The number of a block that exists; for a tile behind the last one, which nobody sees, any block will do."""
         if self.keys:
             return int32(min(block, told.k.shape[1] - 1))
         elif self.values:
@@ -160,7 +161,7 @@ class OfBlocks(OfHeads):
 
     @inlined
     def exponent(self, value):
-        """What a block's values add to the exponents of their weights."""
+        """What the unit of a block's values adds to the exponents of the weights."""
         if self.values:
             return log2(max(value, float32(LEAST_VALUE)))
         else:

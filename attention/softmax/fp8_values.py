@@ -1,6 +1,7 @@
-"""Where the second product of fp8 attention finds V, as objects with the same methods. fp8 instructions take only operands that
-lie along the contracted axis: rows of a tile of V must become columns, in the order in which consumers have P
-(ops/matmul/zipped.py). Either the producer warpgroup sees to that, tile by tile, or a kernel has done it with all of V."""
+"""How V gets to the second product of fp8 attention, as objects with the same methods. fp8 instructions take only operands
+whose rows run along the contracted axis, so tiles of V must be transposed, with keys in the order in which consumers hold P
+(ops/matmul/zipped.py). Either the producer warpgroup transposes them tile by tile, or a kernel has transposed all of V
+before."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from tiles.arguments import tiled
 
 
 class Values(NamedTuple):
-    """Rings of tiles of V, as they are copied and as they are multiplied."""
+    """Two rings of tiles of V: as they are copied, and as they are multiplied."""
 
     copied: Any
     turned: Any
@@ -20,11 +21,11 @@ class Values(NamedTuple):
 
 @static
 class ByProducer:
-    """By the producer, in shared memory, a tile behind the one that it copies: V is read once, but every block that reads a
-    tile turns it."""
+    """The producer transposes tiles in shared memory, one tile behind its copies. V is read once, but every block transposes
+    the tiles that it reads."""
 
     before = False
-    behind = 1  # tiles that the producer has still to do with when all are copied
+    behind = 1  # tiles that the producer still has to transpose when all are copied
 
     def source(self, keys: int, columns: int) -> gl:
         """The kernel's parameter: V, of which so many keys and columns make a tile."""
@@ -61,8 +62,8 @@ class ByProducer:
 
 
 class Before(ByProducer):
-    """By a kernel before (transpose_values.py), each number once: (batch, head, column, key). The producer only copies, and
-    tiles take shared memory once. Of sequences that have a batch each."""
+    """transpose_values.py has transposed V before, to (batch, head, column, key), each element once. The producer only copies,
+    and there is one ring. For sequences that have a batch each."""
 
     before = True
     behind = 0

@@ -11,9 +11,9 @@ from .block_masks import Blocked
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """What `attention.block_lists` gives, for forward's blocks=. lists: which blocks of keys each tile of queries sees (see
-    key_block_lists.py). made_for: of which calls, in words: `name=value; name=value`. Made of a BlockMask they keep its map of
-    blocks, too, and the (rows, columns) of these."""
+    """The result of `attention.block_lists`, for forward's blocks=. lists: which blocks of keys each tile of queries sees (see
+    key_block_lists.py). made_for: the calls that they serve, in words: `name=value; name=value`. If they were made of a
+    BlockMask, they keep its map of blocks, too, and the (rows, columns) of these."""
 
     lists: Any
     made_for: str
@@ -35,8 +35,8 @@ def giving(made_for: str, lists: Operand, marked: tuple[Operand, int, int] | Non
 
 
 class Listing(NamedTuple):
-    """How a call's key blocks are listed. seen: what says which keys are seen, in words. varies: do lists differ by batch, and
-    by head? blocked: the blocks that a caller has. ready_for: which calls lists are for that are given."""
+    """How a call's key blocks are listed. seen: which keys are seen, in words. varies: whether lists differ by batch, and by
+    head. blocked: the caller's blocks. ready_for: the calls that the given lists serve, if lists are given."""
 
     seen: str
     varies: tuple[bool, bool]
@@ -46,7 +46,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class Making:
-    """Stands in forward's blocks= for lists that are to be made, of these blocks and the call's other options."""
+    """Given as forward's blocks=, it asks for lists to be made, of these blocks and the call's other options."""
 
     blocks: Any
 

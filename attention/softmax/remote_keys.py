@@ -1,7 +1,7 @@
-"""attention.forward of parts of queries whose keys and values lie in two places: a rank's own, and what came from others, which
-nobody puts together (key_sources.Apart). The others' may still be on their way: then a thread block waits, before it reads a
-block of keys, until that has come (key_sources.Arriving); blocks are read from the last to the first. For attention.parallel,
-on Hopper. The bits are those of forward, as blocks of keys are the same, in the same order."""
+"""attention.forward for attention.parallel, on Hopper: some queries, with keys and values in two places, a rank's own and those
+that came from other ranks, which are not put together (key_sources.Apart). The latter may still be on their way: then a thread
+block waits, before it reads a block of keys, until the block has arrived (key_sources.Arriving). Blocks of keys are the same as
+in forward, and in the same order, so the bits are the same, too."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
