@@ -35,11 +35,11 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A kernel's shape: consumers of 64 query rows each, stages of the rings of keys and values and of
-    that of queries. persistent: a block a multiprocessor goes through many tiles and loads the next while it finishes one; else
-    a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the place of its
-    queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products. stored: weights
-    go to their product with values by way of shared memory."""
+    """A kernel's shape: consumers of 64 query rows each, stages of the rings of keys and values and of the ring of queries.
+    persistent: each multiprocessor has one block, which goes through many tiles and loads the next one while it finishes one;
+    otherwise each tile has a block, and the hardware balances the load. sent: TMA stores the output, from the slot of its
+    queries, while the next tile begins; otherwise the consumers store it. turns: consumers take turns to issue their products.
+    stored: weights go to their product with values by way of shared memory."""
 
     consumers: int
     stages: int = 2
@@ -61,7 +61,7 @@ class Config(BaseConfig):
 
     @property
     def output(self):
-        """How the output leaves."""
+        """How the output is written."""
         return (Sent if self.sent else Joined if self.joins else Unrounded if self.unrounded else Stored)(self.lie.apart)
 
     @property
@@ -88,7 +88,7 @@ def three(kv: int, **more: Any) -> dict[str, Any]:
     return two(kv) | {"consumers": 3} | more
 
 
-# Of a padded head_dim, and what is other where something takes registers
+# By padded head_dim: the shapes, and the entries that differ if something takes registers
 SHAPES = {64: three(128), 96: two(128), 128: two(128), 192: two(112), 256: two(80)}
 ROOMY = {64: two(128), 192: two(96), 256: two(64)}  # random numbers are drawn
 PAGED = {64: two(128)}  # the producer looks up pages
@@ -97,7 +97,7 @@ FETCHED = LOADED | {64: three(96), 128: two(128)}  # ... whose numbers are those
 BROUGHT = {64: three(96), 96: two(128), 128: two(128), 192: two(80), 256: two(64)}  # ... of which TMA brings tiles
 SCORED = {128: three(80, stages=3)}  # something is made of scores: two consumers are at that, not one
 NARROW = {(192, 128): two(128)}  # values have fewer columns; else as if they had as many
-# What is other up to how many keys. Where tiles are short a persistent grid pays, often of another shape.
+# The entries that differ up to some number of keys. If tiles are short, a persistent grid pays, often of another shape.
 # bench/notes/forward.md has the figures. At 64, causal, a consumer passes by key blocks that none of its rows sees: the smaller
 # they are, the more.
 PERSISTENT = {"persistent": True}
@@ -186,19 +186,19 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 @static
 class AsTheyCome:
-    """Consumers issue their products when they can: what `warpgroup.ping_pong` orders, in no order."""
+    """Consumers issue their products when they can: the same methods as `warpgroup.ping_pong`, without any order."""
 
     @inlined
     def begin(self, me):
-        """Once, before the first turn."""
+        """Called once, before the first turn."""
 
     @inlined
     def take(self, me):
-        """My turn."""
+        """Wait for my turn."""
 
     @inlined
     def give(self, me):
-        """The next one's turn."""
+        """Give the turn to the next consumer."""
 
 
 @functools.cache
@@ -207,8 +207,9 @@ def make(config: Config):
     ROWS, KV, EACH = config.rows, config.kv, warpgroup.ROWS  # rows of a tile of queries, of keys, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
     SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
-    KEYS_FIRST = PERSISTENT and config.queries == 1  # a tile's queries wait for the place of the last one's, its keys need not
-    AHEAD = config.held.paged  # the next keys are sent for before the values: while pages are looked up nobody waits
+    # the queries of a tile wait for the slot of the last tile's queries, but keys need not
+    KEYS_FIRST = PERSISTENT and config.queries == 1
+    AHEAD = config.held.paged  # the next keys are loaded before the values, so that nobody waits while pages are looked up
     GIVEN, AUX = config.given, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
@@ -234,7 +235,7 @@ def make(config: Config):
 
     @inlined
     def more(r, blocks, heads, pairs, band, given):
-        """Is there an r-th tile for this block?"""
+        """Does this block have an r-th tile?"""
         if PERSISTENT:
             return persistent_tile(r) < blocks * pairs
         elif sequences.apart:
@@ -276,7 +277,7 @@ def make(config: Config):
             seen, p = seen.add(p), variant.drop(p, at, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
-            return weights.handed(p, room, me), seen._replace(o=o)  # here, not earlier: the mma reads P until wait(o)
+            return weights.handed(p, room, me), seen._replace(o=o)  # only here: the mma reads P until wait(o)
 
         return step
 
@@ -284,8 +285,8 @@ def make(config: Config):
 
     @inlined
     def own_blocks(row, every, at):
-        """How many of a tile's key blocks, the last ones to come, a consumer works on, and how many of them it masks: the
-        first, and all that the mask cuts. None for rows that there are not."""
+        """(how many of a tile's key blocks a consumer works on: the last of them in order; how many it masks: the first,
+        and all that the mask cuts). 0 for rows that do not exist."""
         if SKIPS:
             own = own_rows.key_blocks(row, at)
             return int32(own.n if row < at.queries else 0), int32(max(1, own.cut))
@@ -294,8 +295,8 @@ def make(config: Config):
 
     @inlined
     def stand_by(j, first, end, k, v, tiles, me):
-        """What a consumer does about key blocks that none of its rows sees: the others have the tensor cores for themselves.
-        All consumers take a turn for every key block of a tile but one."""
+        """Pass by key blocks that none of a consumer's rows sees, and leave the tensor cores to the others. Every consumer
+        takes a turn for each key block of a tile but one."""
         for i in range(j, first):
             k.wait(i)
             k.release(i)

@@ -10,7 +10,7 @@ from tiles.arguments import ENDS, INT
 
 
 class Sequence(NamedTuple):
-    """One of them: the batch that it lies in, where its queries and keys begin there, and how many it has of each."""
+    """A sequence: the batch in which it lies, where its queries and keys begin there, and how many it has of each."""
 
     batch: Any
     query: Any
@@ -24,8 +24,8 @@ GROWING = {"lengths": ENDS, "added": INT, "new_ends": ENDS}  # what `in_use` rea
 
 @inlined
 def in_use(number, given):
-    """The keys of a sequence in a cache: given.lengths, and those that are being appended, given.added of each sequence, and
-    given.new_ends[n] to given.new_ends[n + 1] if there are such."""
+    """How many keys a sequence has in a cache: given.lengths, plus those that are being appended: given.added for each
+    sequence, and those from given.new_ends[n] to given.new_ends[n + 1], if there are any."""
     length = int32(given.lengths[number] + given.added)
     if given.new_ends.shape[0] > 0:
         length = int32(length + given.new_ends[number + 1] - given.new_ends[number])
@@ -34,7 +34,7 @@ def in_use(number, given):
 
 @inlined
 def _sequence_of(block, ends, rows):
-    """The sequence in which a block of so many rows lies: see Packed."""
+    """The packed sequence to which a block of so many rows belongs: see Packed."""
     low, high = int32(0), int32(ends.shape[0] - 1)
     while high - low > 1:
         middle = int32((low + high) // 2)
@@ -47,7 +47,7 @@ def _sequence_of(block, ends, rows):
 
 @static
 class Batched:
-    """Each in a batch of its own, all of one length. Of kernels whose tiles have `rows` query rows."""
+    """Each sequence has a batch, and all have the same length. rows: query rows of the kernel's tiles."""
 
     rows: int
 
@@ -56,8 +56,8 @@ class Batched:
         """The kernel's arguments that it reads, and what they are."""
         return {"q_len": INT, "kv_len": INT}
 
-    apart = True  # does what lies behind a sequence's end belong to nobody?
-    packed = False  # does one lie behind the other, so that tiles of rows begin anywhere?
+    apart = True  # do rows behind a sequence's end belong to no other sequence?
+    packed = False  # do sequences lie one behind the other, so that tiles begin at any row?
 
     @inlined
     def find(self, block, pair, heads, given):
@@ -67,7 +67,7 @@ class Batched:
 
     @inlined
     def has(self, block, batch, given):
-        """Has the sequence that many blocks of queries?"""
+        """Does block number `block` of the sequence's queries exist?"""
         return True
 
     @inlined
@@ -77,40 +77,40 @@ class Batched:
 
     @inlined
     def find_keys(self, block, pair, heads, rows, given):
-        """The same as `find` of a block of so many keys."""
+        """The same as `find`, for a block of `rows` keys."""
         batch, head = divmod(pair, heads)
         return block, batch, head
 
     @inlined
     def has_keys(self, key, batch, given):
-        """Has the sequence a key of that number, used or not?"""
+        """Does the sequence have a key of that number, in use or not?"""
         return True
 
     @inlined
     def first_tile(self, batch, given):
-        """Where the sequence's tiles of queries begin among all of a batch's, each sequence having whole ones."""
+        """The number of the sequence's first tile of queries among the tiles of a batch; each sequence has whole tiles."""
         return int32(0)
 
     @inlined
     def begins(self, first, tile, rows):
-        """Where a tile of so many rows begins, of a sequence whose `first` row is given, as TMA counts."""
+        """Where tile number `tile` begins, in the units in which TMA counts, for a sequence that begins with row `first`."""
         return tile
 
     @inlined
     def last_key(self, batch, given):
-        """Where the sequence's keys end, used or not, of one behind which another one's follow."""
+        """Where the sequence's keys end, in use or not, if another sequence's keys follow."""
         return int32(0)
 
     @inlined
     def clear(self, values, left, groups):
-        """Zero the rows of a shared tile that belong to others, all but `left`: a weight of 0 does not make up for a NaN. The
-        work of the block's first `groups` warpgroups together."""
+        """Zero the rows of a shared tile that belong to other sequences, all but the first `left`: a weight of 0 does not make
+        up for a NaN. Done by the block's first `groups` warpgroups together."""
         if not self.apart and left < values.rows:
             warpgroup.zero_rows(values, left, groups)
 
 
 class InUse(Batched):
-    """The same, with so many keys in use in each: given.lengths."""
+    """The same; given.lengths says how many keys of each are in use."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class InUse(Batched):
 
 
 class Parts(InUse):
-    """Parts of a batch's queries, `parts` of q_len each, of which every one is a sequence by itself: of part n of batch b the
-    first given.lengths[parts b + n] keys are in use, its last query standing at the last of them."""
+    """The queries of a batch are divided into `parts` parts of q_len each, and every part is a sequence by itself. Part n of
+    batch b uses the first given.lengths[parts b + n] keys; its last query stands at the last of them."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -144,10 +144,11 @@ class Parts(InUse):
 
 
 class Packed(Batched):
-    """One behind the other in one batch: sequence n has queries given.ends[n] to given.ends[n + 1], and such keys.
+    """All sequences lie one behind the other in one batch: sequence n has queries given.ends[n] to given.ends[n + 1], and its
+    keys in the same way.
 
-    Its blocks of queries begin at block number ends[n] // rows + n, which leaves room for all of them, and which a search by
-    halves finds; those of keys likewise."""
+    Its blocks of queries begin at block ends[n] // rows + n, which leaves room for all of them, and is found by bisection; so
+    do its blocks of keys."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class Packed(Batched):
 
 
 class PackedInUse(Packed):
-    """The same, with so many keys in use of each: given.lengths."""
+    """The same; given.lengths says how many keys of each sequence are in use."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -207,8 +208,7 @@ class PackedInUse(Packed):
 
 
 class Cached(InUse):
-    """The same of caches that may be growing (`in_use`), of which the keys before given.leftpad[n], if there is such, do not
-    count."""
+    """Keys lie in caches that may be growing (`in_use`). The keys before given.leftpad[n], if there is such, do not count."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Cached(InUse):
 
 
 class PackedCached(Packed):
-    """Queries one behind the other, and each sequence's keys in such a cache of its own."""
+    """Queries lie one behind the other, and the keys of each sequence in such a cache."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class PackedCached(Packed):
 
 @inlined
 def _counting(number, given):
-    """The first key of a sequence that counts, and where keys end."""
+    """(the first key of a sequence that counts, where its keys end)"""
     first, end = int32(0), in_use(number, given)
     if given.leftpad.shape[0] > 0:
         first = int32(given.leftpad[number])

@@ -49,8 +49,8 @@ def _halves(grid: int) -> list[int]:
 
 
 class Blocks(NamedTuple):
-    """The key blocks that a tile's rows see: n of them from block `first` on. The first `cut` to be worked on must be masked,
-    of which `right` are the last ones, and the others the first ones."""
+    """The key blocks that a tile's rows see: n of them, from block `first` on. The first `cut` that are worked on must be
+    masked: `right` of these are the last key blocks, the others the first ones."""
 
     first: Any
     n: Any
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
 
 @static
 class Tiling:
-    """Of kernels whose tiles have `rows` query rows, and whose key blocks have `kv` keys, under a variant."""
+    """For kernels whose tiles have `rows` query rows, and whose key blocks have `kv` keys, under a variant."""
 
     rows: int
     kv: int
@@ -73,7 +73,7 @@ class Tiling:
 
     @property
     def ends_within(self) -> bool:
-        """Does the variant mask what a block has beyond the last key?"""
+        """Does the variant mask the keys of a block behind the last key?"""
         return self.variant.within
 
     @inlined
