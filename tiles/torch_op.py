@@ -66,6 +66,27 @@ def exporting() -> bool:
     return sys.modules["torch"].compiler.is_exporting()
 
 
+def transformed() -> bool:
+    """Is one of torch.func's transforms at work, outside of what Dynamo traces? torch is there."""
+    torch = sys.modules["torch"]
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def mapped_with_grad(arrays: Sequence[Any]) -> bool:
+    """Does torch.vmap go through the elements of a tensor that requires grad? What stands for them says that it does not. torch
+    is there."""
+    if not transformed():
+        return False
+    torch = sys.modules["torch"]
+    functorch = torch._C._functorch
+    found = [x for x in arrays if isinstance(x, torch.Tensor)]
+    while mapped := [functorch.get_unwrapped(x) for x in found if functorch.is_batchedtensor(x)]:
+        found = mapped
+        if any([x.requires_grad for x in found]):
+            return True
+    return False
+
+
 def asks_dynamo() -> Callable[[], bool]:
     """The same as a function of torch's own, if it is there already: 0.2 us less."""
     torch = sys.modules.get("torch")

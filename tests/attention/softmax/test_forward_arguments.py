@@ -150,7 +150,7 @@ INVALID = [
     (dict(k=zeros(2, 7, 4, 16), v=zeros(2, 7, 4, 16)), V, f"q: heads must be a multiple of k's: heads=6, kv_heads=4: {SHAPES}"),
     (
         dict(q=zeros(2, 6, 5, 16), k=zeros(2, 3, 7, 16), v=zeros(2, 3, 7, 16)),
-        *(V, "q: heads must be a multiple of k's, or are they (B, H, S, D)? That is layout=\"bhsd\": heads=5, kv_heads=7: "),
+        *(V, 'q: heads must be a multiple of k\'s, or are they (B, H, S, D)? That is layout="bhsd": heads=5, kv_heads=7: '),
     ),
     (dict(layout="sbhd"), V, "layout: must be one of ('bshd', 'bhsd'): layout='sbhd'"),
     (dict(layout=["bshd"]), T, "layout: must be one of ('bshd', 'bhsd'): layout=['bshd']"),
