@@ -266,7 +266,7 @@ def test_transforms_of_torch_func():
     inside = torch.vmap(torch.func.grad(total, (0, 1)))(x, g)
     for wanted, a, b in zip(each, outside, inside, strict=True):
         for got in a.grad, b:
-            close(got, wanted.grad)
+            close(got, wanted.grad, bits=5)  # parts round after each
 
 
 def test_a_tangent_of_a_fused_function_is_refused():
