@@ -13,7 +13,7 @@ from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.op import integer, lowers, op
-from tiles.plumbing import SCALARS
+from tiles.plumbing import CAPTURED, SCALARS
 from tiles.types import rt, rv
 
 from .shared_tiles import bytes_of, joined, said, shifts
@@ -43,6 +43,8 @@ def window(array, spec, at, rows, cols):
 
 def check(name, array, spec, at, rows, cols):
     """TypeError if a tile or vector of this type does not go to or from `at` of a global array."""
+    if not array.mutable:
+        raise TypeError(f"{name}: {CAPTURED}")
     if array.dtype not in SCALARS:
         cure = "; convert it on the host: x.astype(np.float32)" if isinstance(array.dtype, types.Number) else ""
         raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}{cure}")
