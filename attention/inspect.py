@@ -21,7 +21,7 @@ from types import CodeType
 from tiles.arguments import signature
 from tiles.inspect import figures
 
-from .cache import narrowing, writing
+from .cache import quantize_kernels, write_kernel
 from .mla import ampere as mla_ampere
 from .mla import combine as mla_combine
 from .mla import hopper as mla_hopper
@@ -39,25 +39,37 @@ from .recurrent.kernels import (
     segments,
     token_loop,
 )
-from .softmax import ampere, block_masks, eight_bits, hopper, norms, rotary, turning
+from .softmax import ampere, block_masks, hopper, hopper_fp8, norms, rotary, transpose_values
 from .softmax.backward import ampere as backward_ampere
-from .softmax.backward import apart, bias, bias_hopper, elements, finish, folded, prepare, sinks, wide, wide_queries
+from .softmax.backward import (
+    bias,
+    elements,
+    finish,
+    hopper_bias,
+    hopper_folded,
+    hopper_narrow,
+    hopper_wide,
+    hopper_wide_queries,
+    prepare,
+    sinks,
+)
 from .softmax.backward import hopper as backward_hopper
 from .softmax.backward import norms as backward_norms
-from .softmax.decode import attend, combine
+from .softmax.decode import ampere as decode_ampere
+from .softmax.decode import combine
 from .softmax.decode import hopper as decode_hopper
 
 MODULES = {
-    "forward": (ampere, hopper, eight_bits, turning, norms, block_masks),
+    "forward": (ampere, hopper, hopper_fp8, transpose_values, norms, block_masks),
     "backward": (
-        *(prepare, backward_ampere, backward_hopper, apart, folded, wide, wide_queries),
-        *(finish, sinks, backward_norms, bias, bias_hopper, elements),
+        *(prepare, backward_ampere, backward_hopper, hopper_narrow, hopper_folded, hopper_wide, hopper_wide_queries),
+        *(finish, sinks, backward_norms, bias, hopper_bias, elements),
     ),
-    "decode": (attend, decode_hopper, combine),
+    "decode": (decode_ampere, decode_hopper, combine),
     "projected": (rotary,),
     "mla_decode": (mla_ampere, mla_hopper, mla_quantised, mla_combine),
-    "append": (writing,),
-    "quantize": (narrowing,),
+    "append": (write_kernel,),
+    "quantize": (quantize_kernels,),
     "linear": (chunk_ampere, chunk_hopper, gla_hopper, heads_hopper, segments),
     "delta": (delta_hopper, delta_states_hopper, kda_hopper),
     "based": (based_hopper,),

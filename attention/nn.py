@@ -12,8 +12,8 @@ import attention
 from tiles.torch_op import exporting, traced
 
 from .options import positive
-from .softmax.asked import ends_of
 from .softmax.autograd import adjacent
+from .softmax.call_options import ends_of
 from .softmax.gradient import ONCE
 from .softmax.projected import projected, projected_backward
 from .softmax.rotary import SERVED

@@ -2,7 +2,7 @@
 
 A mask is a function of the file, as attention.forward takes it, or one of forward's options, or both. What it indexes besides
 i, j, b and h are the file's arrays of its arguments' names. Which blocks of keys are skipped, masked or taken whole the kernel
-that asks it for forward says (softmax/blocks.py); what they hold the formula (reference/scores.py).
+that asks it for forward says (softmax/key_block_lists.py); what they hold the formula (reference/scores.py).
 
 The text has a block of keys as wide as `--block` is in the picture: `#` where all of a block is seen and no mask is asked for,
 `o` and `:` where all or some of a part is seen, `.` where nothing is, in a block that is worked on, and blanks for blocks that
@@ -24,10 +24,10 @@ from tiles.inspect.command import module_at
 from tiles.launch import kernel_for
 
 from .reference.scores import Variant
-from .softmax import blocks as lists
-from .softmax.asked import ends_of
+from .softmax import key_block_lists as lists
 from .softmax.assembled import assembled
-from .softmax.python import evaluated
+from .softmax.call_options import ends_of
+from .softmax.python_functions import evaluated
 
 SKIPPED, PARTIAL, FULL = range(3)  # classes of blocks, as the kernel numbers them
 WIDE, SIDE = 96, 384  # characters of a line, and pixels of the longer side

@@ -19,7 +19,7 @@ import attention
 from attention import parallel
 from attention.parallel import softmax
 from attention.parallel.peers import Peers, Pending
-from attention.softmax import elsewhere
+from attention.softmax import remote_keys
 
 
 class Counted(TorchDispatchMode):
@@ -50,12 +50,10 @@ class Silent(Peers):
     exchanges = 0
 
     def exchange(self, sends, receives):
-        """See Peers."""
         Silent.exchanges += 1
         return Pending((), [x for _, x in (*sends, *receives)])
 
     def gathered(self, said, device):
-        """See Peers."""
         return [said] * self.world
 
 
@@ -77,7 +75,7 @@ def computing_nothing():
     with (
         patch.object(softmax, "_planned", in_earnest),
         patch.object(attention, "forward", nothing),
-        patch.object(elsewhere, "apart", lambda q, k, v, *others: nothing(q, k, v)),
+        patch.object(remote_keys, "apart", lambda q, k, v, *others: nothing(q, k, v)),
     ):
         yield
 

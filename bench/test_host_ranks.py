@@ -18,7 +18,7 @@ import attention  # noqa: E402
 from attention import parallel  # noqa: E402
 from attention.parallel import softmax  # noqa: E402
 from attention.parallel.peers import Peers, Pending  # noqa: E402
-from attention.softmax import elsewhere  # noqa: E402
+from attention.softmax import remote_keys  # noqa: E402
 from bench.measure import report  # noqa: E402
 
 CALLS, WARMUP = 1500, 100
@@ -57,7 +57,7 @@ def one_of_two():
     patch.setattr(Peers, "gathered", lambda self, said, device: [said] * self.world)
     patch.setattr(softmax, "_planned", planned_in_earnest)
     patch.setattr(attention, "forward", attends_to_nothing)
-    patch.setattr(elsewhere, "apart", lambda q, *others: attends_to_nothing(q, None, None))
+    patch.setattr(remote_keys, "apart", lambda q, *others: attends_to_nothing(q, None, None))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield

@@ -107,11 +107,9 @@ class Together(Alone):
         self.where = {"positions": positions, "length": tokens}
 
     def share(self, x):
-        """See Alone."""
         return parallel.shard(x)
 
     def sum(self, tensors):
-        """See Alone."""
         for x in tensors:
             dist.all_reduce(x)
 

@@ -14,8 +14,8 @@ done. In a launch that is not early `wait` is over at once. The interpreter runs
 this."""
 
 from tiles import ptx
+from tiles.numba_types import void
 from tiles.op import inlined, integer, lowers, op
-from tiles.plumbing import void
 
 
 @op

@@ -11,9 +11,9 @@ from numba.cuda.printimpl import print_item
 
 from tiles import layout, ptx
 from tiles.builder import Builder
-from tiles.plumbing import Value
-from tiles.refused import check_print
+from tiles.numba_types import Value
 from tiles.types import rt
+from tiles.unsupported import check_print
 
 ARGUMENTS = 32  # that vprintf takes
 f64 = ir.DoubleType()

@@ -11,8 +11,8 @@ from numba.cuda import types
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.layout import LANES
+from tiles.numba_types import void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import void
 from tiles.ring import elected
 from tiles.types import barrier, gl, st, sv
 

@@ -9,8 +9,8 @@ from functools import partial
 from inspect import isfunction
 
 from tiles.interpreter import hazard_line
+from tiles.numba_types import kernel_line
 from tiles.op import OPS
-from tiles.plumbing import kernel_line
 
 SCOPES = {  # module: (who works there, how its ops are called)
     "ops": ("a warp", "each warp calls ops.{} on its own tile"),

@@ -11,8 +11,8 @@ from numba.cuda import types
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.layout import WARPGROUP
+from tiles.numba_types import void
 from tiles.op import inlined, lowers, op
-from tiles.plumbing import void
 from tiles.types import st
 
 from .elementwise import create, masks

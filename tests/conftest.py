@@ -6,6 +6,7 @@ import os
 import pytest
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU that several processes share
+os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")  # Numba's arrays among the garbage are freed, which would break a capture
 pytest_plugins = ["tiles.testing.plugin"]
 
 

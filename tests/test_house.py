@@ -22,11 +22,12 @@ LATE = {
     ("fuse.terms", "fuse.writing"),
     ("tiles.op", "tiles.dtypes"),
     ("tiles.op", "tiles.interpreter"),
-    ("tiles.op", "tiles.plumbing"),
+    ("tiles.op", "tiles.numba_helpers"),
+    ("tiles.op", "tiles.numba_types"),
     ("tiles.op", "tiles.types"),
     ("tiles.op", "tiles.values"),
-    ("tiles.refused", "tiles.interpreter"),
-    ("tiles.refused", "tiles.values"),
+    ("tiles.unsupported", "tiles.interpreter"),
+    ("tiles.unsupported", "tiles.values"),
 }
 
 

@@ -1,6 +1,6 @@
 """A kernel's arguments: how each is typed, and the 8-byte slots that the machine code takes it in.
 
-A kernel may say in its own parameters what it takes, and then nobody says it again:
+A kernel may declare what it takes in its own parameters, once and for all:
 
     @cuda.jit
     def attend(gQ: tiled(QUERY), gO: array(4, bf16), gLse: array(3), length: INT, scale: FLOAT):
@@ -29,7 +29,7 @@ from . import tma
 from .arrays import Array, Form
 from .dtypes import dtype, fp32
 from .frameworks import describe
-from .plumbing import SCALARS, Value
+from .numba_types import SCALARS, Value
 from .types import gl, rt, rv, st, sv
 from .values import NUMBA_SCALARS, tensor
 
@@ -44,7 +44,7 @@ WORD = 2**64 - 1
 OF_COMPILING = str, tuple, type, dtype, rt, rv, st, sv  # what is no argument, and might be taken for one
 INT, LONG, FLOAT = types.int32, types.int64, types.float32  # what kernels declare their numbers as
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
-TURNS = types.Array(types.int32, 2, "A")  # how many have had their turn at a tile, of a pair of head and batch
+TURNS = types.Array(types.int32, 2, "A")  # counters: how many blocks have had their turn at a tile of a head of a batch
 
 
 def array(rank: int, of: dtype = fp32) -> types.Array:
@@ -64,8 +64,8 @@ def _fields(names: tuple[str, ...]) -> Any:
 
 
 class Record:
-    """Several parameters under one name: what is said of each, by its own name. `named`: the kernel reads them by these, else
-    by their numbers. See `record`."""
+    """Several parameters under one name. fields: {name: what it is}. named: whether the kernel reads them by name; otherwise it
+    reads them by position. See `record`."""
 
     def __init__(self, fields: dict[str, Any], named: bool = True):
         self.fields, self.named = fields, named
@@ -90,14 +90,14 @@ def listed(**fields: Any) -> Record:
 
 
 def _parts(name: str, what: Any) -> dict[str, Any]:
-    """{parameter: what is said of it}, of a record each of its own, of any other itself."""
+    """{parameter: what it is declared as}: the fields of a record, or the one parameter that it is."""
     return what.fields if isinstance(what, Record) else {name: what}
 
 
 @functools.cache
 def declared(function) -> dict[str, Any]:
-    """{parameter: what a kernel's function says of it}, in order, those of records by their own names. TypeError: it does not
-    say it of all of them."""
+    """{parameter: what a kernel's function declares it as}, in order; the fields of records stand under their own names.
+    TypeError: some parameter has no annotation."""
     said = function.__annotations__
     missing = [name for name in _names(function) if name not in said]
     if missing:
@@ -118,7 +118,7 @@ def signature(kernel) -> tuple[types.Type, ...]:
 
 
 def grouped(kernel, every: Sequence[Any], make: Callable[[Record, list], Any] = Record.value):
-    """What was said of every parameter (`declared`), as the kernel takes it: of a record, what `make` makes of its parts."""
+    """One value for each name in `declared`, grouped as the kernel takes them: `make` puts the parts of a record together."""
     rest, said, found = iter(every), kernel.py_func.__annotations__, []
     for name in _names(kernel.py_func):
         what = said.get(name)
@@ -127,8 +127,8 @@ def grouped(kernel, every: Sequence[Any], make: Callable[[Record, list], Any] = 
 
 
 class Parameter(NamedTuple):
-    """One argument: its Numba type, and its 8-byte slots as the machine code takes them. Of an array also its description and
-    which slot its address goes to; of a tensor, besides, how TMA is told of it: its one slot stands for the map."""
+    """One argument: its Numba type, and its 8-byte slots as the machine code takes them. An array also has its description and
+    the slot for its address. A tensor has a single slot, which stands for its tensor map, and the map's encoding."""
 
     name: str
     type: types.Type
@@ -140,7 +140,7 @@ class Parameter(NamedTuple):
 
 
 def parameter(name: str, value: Any) -> Parameter:
-    """How the argument `name` is passed. TypeError, ValueError or OverflowError that names it: it cannot be."""
+    """How the argument `name` is passed. If it cannot be, a TypeError, ValueError or OverflowError names it."""
     scalar = _SCALARS.get(type(value))
     if scalar:
         return Parameter(name, scalar, (number_slot(name, scalar, value, CURES.get(_CODES[scalar], "")),), value)
@@ -165,8 +165,8 @@ def parameter(name: str, value: Any) -> Parameter:
 
 
 def parameters(kernel, args) -> list[Parameter]:
-    """How a kernel's arguments are passed, the parts of a record, which is given as a tuple, one by one: numbers as the kernel
-    declares them, if it does. TypeError: there are more or fewer than it takes."""
+    """How each of a kernel's arguments is passed. A record is given as a tuple, and each of its parts is passed by itself.
+    Numbers get the types that the kernel declares, if it does. TypeError: there are more or fewer than it takes."""
     function, found = kernel.py_func, []
     names = _names(function)
     if len(args) != len(names):
@@ -181,12 +181,12 @@ def parameters(kernel, args) -> list[Parameter]:
 
 
 def types_of(kernel, given: Sequence[Parameter]) -> tuple[types.Type, ...]:
-    """The Numba types of a kernel's arguments, which are passed like this."""
+    """The Numba types of a kernel's arguments that are passed in these ways."""
     return grouped(kernel, [p.type for p in given], Record.type)
 
 
 def _declared_parameter(name, what, value):
-    """How an argument is passed that the kernel says is a `what`: numbers as that type, a tensor that is absent as no map."""
+    """How an argument is passed that the kernel declares as `what`: a number as that type, an absent tensor without a map."""
     if isinstance(what, types.Type) and what in _CODES:
         slot = number_slot(name, what, value)
         return Parameter(name, what, (slot,), _PYTHON.get(_CODES[what], int)(value))
@@ -196,15 +196,15 @@ def _declared_parameter(name, what, value):
 
 
 def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:
-    """An array as Numba's machine code takes it: who owns the memory (nobody here), who counts references, elements, bytes of
-    one, address, shape, strides."""
+    """An array as Numba's machine code takes it: the owner of the memory and its parent (none here), the number of elements,
+    bytes an element, the address, shape and strides."""
     strides = form.strides if min(form.strides, default=0) >= 0 else [stride & WORD for stride in form.strides]
     return 0, 0, math.prod(form.shape), form.itemsize, pointer, *form.shape, *strides
 
 
 def struct_format(what: Any) -> str:
-    """How `struct` packs a declared parameter's slots: of an array the numbers of `array_numbers`, of a number that. What no
-    number is given for is 0: the place of an address, and the slot that stands for a tensor's map."""
+    """How `struct` packs a declared parameter's slots: for an array the numbers of `array_numbers`, for a number itself. Slots
+    that are filled later are packed as 0: that of an address, and that which stands for a tensor's map."""
     if isinstance(what, gl):
         return "8x"
     if isinstance(what, types.Array):
@@ -213,7 +213,7 @@ def struct_format(what: Any) -> str:
 
 
 def array_numbers(form: Form) -> tuple[int, ...]:
-    """What of an array's slots follows from its form: elements, bytes of one, shape, strides."""
+    """The slots of an array that follow from its form: the number of elements, bytes an element, shape, strides."""
     return math.prod(form.shape), form.itemsize, *form.shape, *form.strides
 
 
@@ -226,8 +226,8 @@ CURES = {"i": "np.int64", "f": "np.float64"}  # what to pass instead of a number
 
 
 def number_slot(name: str, ty: types.Type, value, cure: str = "") -> int:
-    """A number of this type as machine code takes it. TypeError, OverflowError that name the argument: it is no number, or no
-    integer where one is wanted, or does not fit: `cure` would hold it."""
+    """The slot of a number of this type. A TypeError names an argument that is no number, or no integer where one is needed;
+    an OverflowError one that does not fit, and advises `cure`, a type that would hold it."""
     code = _CODES[ty]
     integral = code not in _PYTHON
     if not isinstance(value, Integral if integral else Real) and not isinstance(value, np.bool_):
@@ -241,7 +241,7 @@ def number_slot(name: str, ty: types.Type, value, cure: str = "") -> int:
 
 
 def map_encoding(name: str, how: gl | tma.Cut, form: Form) -> tma.Encoding:
-    """How TMA is told of the argument `name`. TypeError, ValueError that name it: what TMA cannot do."""
+    """The tensor map's encoding for the argument `name`. TypeError, ValueError that name it: TMA cannot read such an array."""
     try:
         return tma.encoding(tma.cut(how) if isinstance(how, gl) else how, form)
     except (TypeError, ValueError) as error:

@@ -23,12 +23,12 @@ from .device import check, device
 if TYPE_CHECKING:
     from .frameworks import Kind
 
-ALIGNMENT = 16  # bytes: what a form says of its array's address is what is beyond a multiple of these
+ALIGNMENT = 16  # bytes: of an address a form holds how far it lies past a multiple of this, and nothing else
 
 
 class Form(NamedTuple):
-    """All of an array but its address: shape, strides (bytes), dtype's name, CUDA ordinal (None: host memory), bytes of an
-    element; how many bytes the address lies past a multiple of ALIGNMENT; may it not be written?"""
+    """All of an array but its address: shape, strides (bytes), dtype's name, CUDA ordinal (None: host memory), bytes an
+    element, how many bytes the address lies past a multiple of ALIGNMENT, and whether the array is read-only."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -52,8 +52,8 @@ class Form(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """All bits that the address or a stride has that is used, but for that of the last axis: the lowest one that is set
-        says how many bytes can be moved at a time."""
+        """The address and the strides that are used, except that of the last axis, ORed: the lowest bit that is set says how
+        many bytes can be moved at a time."""
         shape, strides, _, _, _, bits, _ = self
         for n, stride in zip(shape[:-1], strides):
             if n > 1:
@@ -93,7 +93,7 @@ class Array(NamedTuple):
     form: Form
     owner: Any
     kind: Kind
-    lease: Any = None  # what else keeps the memory alive: a view of a DLPack capsule
+    lease: Any = None  # a view of a DLPack capsule, held only because it keeps the memory alive
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,8 +147,8 @@ class Operand(NamedTuple):
         return self.form.dtype
 
     def reshape(self, *shape: int) -> Operand:
-        """With axes cut into several, or several that lie without a gap made one; -1 is what is left over. ValueError: the
-        shape has other elements, or needs a copy."""
+        """The same elements under another shape, in which -1 is the extent that is left over. ValueError: the shape has
+        another number of elements, or would need a copy."""
         form, size = self.form, math.prod(self.form.shape)
         shape = tuple(size // max(1, -math.prod(shape)) if n == -1 else n for n in shape)
         if math.prod(shape) != size:
@@ -174,8 +174,8 @@ class Operand(NamedTuple):
 
 
 def _reshaped(old: tuple[int, ...], steps: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of the same elements under another shape; None where there are none. From the last axis on, as many axes of
-    both as have the same product belong together."""
+    """The strides of the same elements under another shape; None if that needs a copy. Going from the last axis to the first,
+    axes of the old and the new shape are matched in groups whose extents have the same product."""
     if 0 in new:
         return contiguous(new, 1)
     runs = [(n, step) for n, step in zip(old, steps) if n != 1]
@@ -187,7 +187,7 @@ def _reshaped(old: tuple[int, ...], steps: tuple[int, ...], new: tuple[int, ...]
             continue
         if left == 1:
             left, step = runs.pop()
-        while left % n and runs and runs[-1][1] == left * step:  # this axis takes more: the next one must go on where it ends
+        while left % n and runs and runs[-1][1] == left * step:  # spans several old axes, without a gap
             left *= runs.pop()[0]
         if left % n:
             return None
@@ -246,7 +246,7 @@ def fill(pointer: int, form: Form, value: float, stream: int) -> None:
 
 
 def _offsets(runs):
-    """Where the pieces lie that axes (extent, stride) tell apart; one by one, for np.ndindex would first list every index."""
+    """The offset of each index of the axes (extent, stride), lazily: np.ndindex would build the list of all indices first."""
     if not runs:
         yield 0
         return
@@ -256,16 +256,16 @@ def _offsets(runs):
             yield n * stride + offset
 
 
-# ---- where elements lie among each other ----------------------------------------------------------------------------
+# ---- overlaps ------------------------------------------------------------------------------------------------------
 @functools.lru_cache(1024)
 def overlap(a: Form, b: Form, distance: int) -> bool:
-    """Whether a byte belongs to elements of both, where b's first element lies `distance` bytes behind a's. Exact, so
-    interleaved views (q, k, v in one buffer) do not overlap; what is too hard to decide counts as overlapping."""
+    """Whether two arrays share a byte, if b's first element lies `distance` bytes behind a's. The answer is exact, so
+    interleaved views (q, k, v in one buffer) do not overlap; where it would take too long, they count as overlapping."""
     (behind_a, a), (behind_b, b) = ascending(a), ascending(b)
     distance += behind_b - behind_a
     if not -b.extent < distance < a.extent:
         return False
-    start = 1 << 50  # any address: NumPy solves for equal addresses and reads nothing
+    start = 1 << 50  # any address will do: NumPy compares addresses and reads no memory
     try:
         return np.shares_memory(_raw(start, a), _raw(start + distance, b), max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
@@ -273,13 +273,13 @@ def overlap(a: Form, b: Form, distance: int) -> bool:
 
 
 def ascending(form: Form) -> tuple[int, Form]:
-    """The same elements by strides that are not negative, and how many bytes behind the first one those begin."""
+    """(the offset in bytes of the element at the lowest address, the same elements with no negative stride)"""
     start = sum(stride * (n - 1) for stride, n in zip(form.strides, form.shape) if stride < 0)
     return start, form._replace(strides=tuple(map(abs, form.strides)))
 
 
 def overlaps_itself(form: Form) -> bool:
-    """Whether two indices may name the same byte: an axis steps less than what the axes inside it cover."""
+    """Whether two indices may name the same byte: some axis has a stride smaller than what the axes inside it cover."""
     covered = form.itemsize
     for stride, n in sorted((abs(stride), n) for n, stride in zip(form.shape, form.strides) if n > 1):
         if stride < covered:
@@ -289,12 +289,12 @@ def overlaps_itself(form: Form) -> bool:
 
 
 def _raw(pointer: int, form: Form, readonly: bool = True, owner: Any = None) -> np.ndarray:
-    """The elements at an address, as bytes of no type."""
+    """The elements at an address, as untyped bytes (dtype void)."""
     return np.asarray(_Memory(pointer, form, readonly, owner))
 
 
 class _Memory:
-    """What np.asarray takes an address from."""
+    """An object with the array interface, through which np.asarray makes an array of an address."""
 
     def __init__(self, pointer: int, form: Form, readonly: bool, owner: Any):
         self.owner = owner

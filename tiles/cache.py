@@ -1,9 +1,9 @@
 """Compiled kernels on disk, under a key that covers all they were made from (digest.py).
 
-The files are those of cuda.core's FileStreamProgramCache: written aside and renamed, so that an entry is whole or not there,
-by any number of processes; no pickles, so that reading one runs no code; the one read longest ago goes first when there are
-more bytes than the limit. What it leaves to its users is done here: a folder that others cannot write to, and an entry with
-the kernel's name and a digest of its own before the machine code, so that a damaged one is made anew.
+The files are those of cuda.core's FileStreamProgramCache. It writes a file aside and renames it, so that an entry is whole or
+not there, whatever other processes do. It uses no pickles, so reading an entry runs no code. When there are more bytes than the
+limit, the entry that was read longest ago goes first. This module adds what it leaves to its users: a folder that others cannot
+write to, and the kernel's name and a digest before the machine code, so that a damaged entry is compiled anew.
 
 TILES_CACHE_DIR moves the folder, TILES_CACHE_BYTES sets the limit, TILES_CACHE=0 turns the cache off.
 """
@@ -34,7 +34,7 @@ def folder() -> Path | None:
         if os.name == "posix" and (path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o022):
             log.warning("compiled kernels are not cached: others than this user may write to %s", path)
             return None
-    except (OSError, RuntimeError) as error:  # RuntimeError: of a user that has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         log.debug("compiled kernels are not cached: %s", error)
         return None
     return path
@@ -93,7 +93,7 @@ def remember(name: str | None, what: dict) -> None:
 
 
 def _read(name):
-    """The head and the body of an entry; (None, b""): there is none, or it is damaged."""
+    """The head and the body of an entry, or (None, b"") if there is none or it is damaged."""
     if name is None or (path := folder()) is None:
         return None, b""
     nbytes = limit()

@@ -1,7 +1,7 @@
-"""What is checked besides types and shapes: the values of arrays; and how much at all, which TILES_CHECK says.
+"""What is checked besides types and shapes: the values of arrays. TILES_CHECK says how much of all this is checked.
 
-Values in host memory are always checked. To read those of device memory a call waits for its stream, so that is done for who
-asks. A schema (schema.py) says of an argument what it holds, and here stands what its values must be then.
+Values in host memory are always checked. To read those in device memory a call must wait for its stream, so this is done only
+on request. A schema (schema.py) says what an argument holds; this module says what values such an argument may have.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from .arrays import Form, host_copy, numpy_view
 
-ARCHITECTURE = "sm_90a"  # that kernels are typed for
+ARCHITECTURE = "sm_90a"  # for which kernels are typed at their first launch in the interpreter
 
 
 class Asked(NamedTuple):
-    """types: the architecture for which Numba types a kernel at its first launch in the interpreter, or None. values: are those
-    of arrays in device memory checked, too?"""
+    """types: the architecture for which Numba types a kernel at its first launch in the interpreter, or None. values: whether
+    the values of arrays in device memory are checked, too."""
 
     types: str | None
     values: bool
@@ -39,8 +39,8 @@ Found = tuple[Any, str] | None  # the index of a wrong value, and what it must b
 
 
 class Values(NamedTuple):
-    """What the values of an argument must be. wrong: the first that is not, among its elements; it is told the extents of axes,
-    too. cure: what to pass instead."""
+    """What the values of an argument must be. wrong: a function of its elements and of the extents of axes that finds the first
+    wrong one. cure: what to pass instead."""
 
     wrong: Callable[[np.ndarray, Mapping[str, int]], Found]
     cure: str
@@ -82,8 +82,8 @@ KEY_STARTS = Values(
 
 
 class Check:
-    """A step of a program (program.py) that reads arrays and launches nothing. rows: of each array its name, its place among
-    the addresses, its form, and the Values it must have."""
+    """A step of a program (program.py) that reads arrays and launches nothing. rows: for each array its name, its place among
+    the addresses, its form, and the Values that it must have."""
 
     def __init__(self, rows: Sequence[tuple[str, int, Form, Values]], extents: Mapping[str, int]):
         self.rows, self.extents = rows, extents
@@ -100,5 +100,5 @@ class Check:
 
 
 def read(pointer: int, form: Form, stream: int) -> Any:
-    """An array's elements; None of one that a CUDA graph is captured with, which has no values yet."""
+    """An array's elements; None while a CUDA graph is captured, because there are no values yet."""
     return numpy_view(pointer, form) if form.device is None else host_copy(pointer, form, stream)

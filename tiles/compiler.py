@@ -19,15 +19,16 @@ from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher
 
-from . import constants, named  # noqa: F401  # they teach Numba
+from . import constants, named_tuples  # noqa: F401  # they teach Numba
 from .builder import i32
+from .faster_numba import INSTEAD
 from .importable import uncollected
-from .lines import Place, of_ptx
-from .overwritten import complaints, overwritten
-from .plainly import plainly
-from .plumbing import TENSOR_MAP, forget, helpers_as
-from .sooner import INSTEAD
-from .typed import typed
+from .line_table import Place, of_ptx
+from .numba_helpers import forget, helpers_as
+from .numba_types import TENSOR_MAP
+from .plain_errors import plainly
+from .type_inference import typed
+from .wgmma_overwrites import complaints, overwritten
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Compiled:
 
     @property
     def warnings(self):
-        """Complaints of ptxas, each once: C7510 and its kin say that wgmma was serialised or setmaxnreg ignored. And ours, of
-        what ptxas overlooks (overwritten.py)."""
+        """The warnings of ptxas, each once: C7510 and the like say that wgmma was serialised or setmaxnreg ignored. And ours,
+        about what ptxas overlooks (wgmma_overwrites.py)."""
         lines = [line.strip() for line in self.log.splitlines() if re.search(r"\(C7\d\d\d\)|warning|^tiles: ", line)]
         return list(dict.fromkeys(re.sub(rf"'?{re.escape(self.name)}'?", "the kernel", line) for line in lines))
 
@@ -94,17 +95,17 @@ class CompileError(RuntimeError):
 
 _LACKS = re.compile(r"(?:Instruction|Feature|Modifier) '\.?([^']+)' (?:not supported on|requires) \.target")
 _COMPLAINT = re.compile(r"(?:ptxas application ptx input, line (\d+); )?(?:ptxas )?(?:error|fatal)\s*: *(.+)", re.IGNORECASE)
-_SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # what is said after the complaints, about none of them
+_SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # the lines after the complaints, which are none themselves
 
 
-_alone = threading.RLock()  # Numba's part is not for two threads at once
+_alone = threading.RLock()  # Numba cannot compile in two threads at once
 
 
 @contextlib.contextmanager
 def _compiling_for(cc, form="code"):
-    """numba-cuda asks the current device for its compute capability when a kernel calls a device function; answer for it,
-    so that code for any architecture can be made on any machine. Afterwards Numba keeps nothing of a factory's. Meanwhile no
-    garbage is collected: that would take a fifth of the time. form: how what is compiled into the kernel is (helpers_as)."""
+    """Inside, code is compiled for this compute capability, on any machine. (When a kernel calls a device function, numba-cuda
+    asks the current device for its capability: we answer for it.) No garbage is collected inside, which would take a fifth of
+    the time. Afterwards Numba forgets what a factory made. form: of the functions that are compiled in (helpers_as)."""
     device = SimpleNamespace(compute_capability=cc)
     instead = (dispatcher, "get_current_device", lambda: device), *INSTEAD
     with _alone, uncollected(), helpers_as(form):
@@ -163,20 +164,20 @@ def _name_of(struct):
 
 
 def _with_names(text):
-    """LLVM's text of a module, its long structs by name. A tile's is written in each instruction that takes one of its
-    registers, and was five sixths of what NVVM read, in three times the time."""
+    """LLVM's text of a module, with names for long structs. Otherwise the struct of a tile is written out in each instruction
+    that takes one of its registers: that was five sixths of the text, and NVVM took three times as long."""
     structs = {}
     text = _STRUCT.sub(lambda found: structs.setdefault(found[0], _name_of(found[0])), text)
     head, gap, functions = text.partition("\n\n")
     return "\n".join([head, *(f"{name} = type {struct}" for struct, name in structs.items())]) + gap + functions
 
 
-_texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of modules: kernels share the functions that they call
+_texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the text of each module: kernels share their helpers
 
 
 def _text(module):
-    """LLVM's text of a module, after which nobody needs its instructions. They hold on to each other, and the collector of
-    garbage takes ten times as long to let them go as is taken here."""
+    """LLVM's text of a module. Its instructions are not needed afterwards and are freed here: as they refer to each other, the
+    garbage collector would take ten times as long."""
     if module not in _texts:
         _texts[module] = _with_names(str(module))
         for function in module.functions:
@@ -190,8 +191,8 @@ def _text(module):
 
 
 def check_types(kernel, signature, arch):
-    """A TypeError or NameError in plain words (plainly.py), or what else Numba says, if it would refuse this kernel for these
-    types of arguments."""
+    """Raises what Numba would say of this kernel for these types of arguments, if it refuses them: a TypeError or NameError in
+    plain words (plain_errors.py), or else Numba's own error."""
     cc = capability(arch)[:2]
     with _compiling_for(cc, "types"), plainly(kernel.py_func):
         typed(kernel.py_func, signature, types.void, cc)
@@ -221,7 +222,7 @@ class Lowered:
             except Exception as error:
                 refused = error
         if refused:
-            check_types(kernel, signature, arch)  # which says it in plain words, if it can
+            check_types(kernel, signature, arch)  # raises the same in plain words, if it can
             raise refused
         self.library, self.cc = library, cc
         self.kernel, self.signature, self.lines = kernel, signature, lines
@@ -229,7 +230,7 @@ class Lowered:
 
     @functools.cached_property
     def code(self):
-        """What NVVM makes of it."""
+        """The kernel as NVVM's bitcode for the linker."""
         return ObjectCode.from_ltoir(bytes(self.library.get_ltoir(self.cc)))
 
     def _linker(self, **options):
@@ -250,15 +251,15 @@ class Lowered:
         return bytes(cubin.code), linker.get_info_log() + linker.get_error_log()
 
     def ptx(self) -> str:
-        """The text that this is assembled from."""
+        """The PTX that the machine code is assembled from."""
         return bytes(self._linker(ptx=True).link("ptx").code).decode().rstrip("\0")
 
     def _with_lines(self):
         return Lowered(self.kernel, self.signature, self.arch, lines=True)
 
     def _overlooked(self, cubin):
-        """What ptxas should have said, of wgmma; nothing, if there is no disassembler that could tell. Which lines of Python it
-        is about, only a table of lines tells."""
+        """The warnings about wgmma that ptxas should have given; none if there is no disassembler. To name the line of Python,
+        the kernel is compiled once more, with a table of lines."""
         with contextlib.suppress(FileNotFoundError, RuntimeError):
             if self.arch.startswith("sm_90") and overwritten(cubin):
                 if not self.lines and (told := complaints(self._with_lines()._linked()[0])):
@@ -267,7 +268,8 @@ class Lowered:
         return []
 
     def _refused(self, log):
-        """What this log says. Its lines are those of the PTX; which of Python they are, only a table of lines tells."""
+        """The CompileError for this log, whose line numbers are those of the PTX. To name the lines of Python, the kernel is
+        compiled once more, with a table of lines."""
         if not self.lines:
             try:
                 self._with_lines().machine_code()

@@ -1,7 +1,7 @@
-"""What a kernel's names are when it is compiled: `STAGES - 2`, `T.cols // 2` and `self.causal` are numbers and flags there.
+"""Constants of a kernel: `STAGES - 2`, `T.cols // 2` and `self.causal` are known when it is compiled, and folded here.
 
-An op that must know its argument may be given them, and a branch on them is decided: what is not taken is not even typed.
-Numba alone would compute them when the kernel runs.
+So they can be given to ops that must know an argument at compile time, and a branch on one of them is decided: the side that is
+not taken is not even typed. Numba alone would compute them when the kernel runs.
 """
 
 import operator
@@ -11,20 +11,20 @@ from numba.cuda.core import consts, ir
 from numba.cuda.core.rewrites import Rewrite, register_rewrite
 
 from .dtypes import dtype
-from .plumbing import Static, member
+from .numba_types import Static, member
 from .types import is_static, rt, rv, st, sv
 
 ARITHMETIC = {getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift")}
 COMPARISONS = {getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains")}
 IDENTITIES = {operator.is_, operator.is_not}
-SCALARS = (bool, int, float, np.float32, str, type(None))  # what is written into the code
+SCALARS = (bool, int, float, np.float32, str, type(None))  # constants that can be written into the code
 COMPARED = (*SCALARS, tuple, dtype, rt, rv, st, sv)
 UNKNOWN = object()
 
 
 def known(function, variable, args):
-    """What a variable of Numba's IR is, if that does not depend on the kernel's run; else UNKNOWN. args: the types of the
-    function's arguments."""
+    """The value of a variable of Numba's IR if it is known at compile time, else UNKNOWN. args: the types of the function's
+    arguments."""
     try:
         return _value(function, function.get_definition(variable), args)
     except KeyError:  # it has several definitions
@@ -32,7 +32,7 @@ def known(function, variable, args):
 
 
 def _value(function, definition, args):
-    """The same of what it is defined by."""
+    """The value of the expression that defines a variable, or UNKNOWN."""
     if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):
         return definition.value
     if isinstance(definition, ir.Arg):
@@ -53,7 +53,7 @@ def _value(function, definition, args):
     if definition.op == "getattr":
         try:
             return member(value, definition.attr, UNKNOWN)
-        except TypeError:  # typing says so, and where
+        except TypeError:  # type inference reports it, with its line
             return UNKNOWN
     if definition.op == "unary":
         return not value if definition.fn is operator.not_ and isinstance(value, SCALARS) else UNKNOWN
@@ -63,7 +63,7 @@ def _value(function, definition, args):
 
 
 def _binary(operation, x, y):
-    """What an operation on two values gives, if both are known."""
+    """The result of an operation on two values, or UNKNOWN if one of them is."""
     if x is UNKNOWN or y is UNKNOWN:
         return UNKNOWN
     try:
@@ -78,13 +78,13 @@ def _binary(operation, x, y):
 
 @register_rewrite("before-inference")
 class FoldConstants(Rewrite):
-    """Writes what is known in place of arithmetic and comparisons, and of what is read from static objects and tuples."""
+    """Replaces arithmetic, comparisons, and reads from static objects and tuples by their values where these are known."""
 
     def __init__(self, state=None):
-        self.args = state.args or ()  # of a closure's body, on its way into its kernel, nobody knows them
+        self.args = state.args or ()  # unknown for the body of a closure that is being inlined
 
     def match(self, func_ir, block, typemap, calltypes):
-        """Is there any in the block?"""
+        """Does the block contain anything that can be replaced?"""
         self.function, self.block, self.found = func_ir, block, {}
         for assignment in block.find_insts(ir.Assign):
             if isinstance(assignment.value, ir.Expr) and self._folds(assignment.value):
@@ -94,7 +94,7 @@ class FoldConstants(Rewrite):
         return bool(self.found)
 
     def _folds(self, expression):
-        """Attributes of modules and tiles are Numba's and plumbing.py's matter."""
+        """Attributes of modules and tiles are Numba's and numba_members.py's matter."""
         return expression.op != "getattr" or is_static(known(self.function, expression.value, self.args))
 
     def apply(self):
@@ -105,9 +105,9 @@ class FoldConstants(Rewrite):
             if statement in self.found:
                 value = ir.Const(self.found[statement], statement.loc)
                 definitions = self.function._definitions[statement.target.name]
-                if len(definitions) == 1:  # of several nobody can tell which holds
+                if len(definitions) == 1:  # of several definitions any may hold
                     definitions[0] = value
                 statement = ir.Assign(value, statement.target, statement.loc)
             block.append(statement)
-        self.function._consts = consts.ConstantInference(self.function)  # the old one remembers what it could not tell
+        self.function._consts = consts.ConstantInference(self.function)  # the old one would remember what it could not infer
         return block

@@ -1,5 +1,5 @@
-"""What one warp starts by cp.async (sm_80 and later): the copy of its share of a shared tile's rows, or of a vector's numbers,
-from a global array, or from pages once it is looked up in which. Pipelines and ops.copy_async are made of it.
+"""Copies by cp.async (sm_80 and later), as one warp starts them: its share of the rows of a shared tile, or of the numbers of a
+shared vector, from a global array or from pages that were looked up before. Pipelines and ops.copy_async are made of these.
 """
 
 import itertools
@@ -9,19 +9,19 @@ from numba.cuda import types
 
 from . import layout, ptx
 from .builder import i32, i64
+from .numba_types import CAPTURED, SCALARS
 from .op import integer
-from .plumbing import CAPTURED, SCALARS
 from .types import gl, sv
 
-PIECES = (16, 8, 4, 2)  # bytes that are copied at once: by a cp.async, or two by a load and a store
-CHUNK_BYTES = PIECES[0]  # that a lane copies of a row
-ELEMENT = PIECES[-1]  # bytes that cp.async cannot copy
-VECTOR = 16  # elements that a vector has a multiple of
-NUMBER = 4  # bytes of a vector's numbers, as cp.async copies them one by one
+PIECES = (16, 8, 4, 2)  # bytes that can be copied at once; cp.async copies 4 or more, and 2 bytes are loaded and stored
+CHUNK_BYTES = PIECES[0]  # of a row: what one lane copies
+ELEMENT = PIECES[-1]  # bytes: too few for cp.async
+VECTOR = 16  # the length of a vector is a multiple of this
+NUMBER = 4  # bytes of a vector's number: cp.async copies them one by one
 
 
 def rows_of(tile):
-    """Rows of a tile, elements of a vector."""
+    """The rows of a tile, or the elements of a vector."""
     return tile.length if isinstance(tile, sv) else tile.rows
 
 
@@ -52,22 +52,22 @@ def check_vector(name, tile, share):
 
 
 def _parts(tile, unit):
-    """What a lane copies of its row, `unit` bytes of a chunk at a time, a panel's after the other: (panel, byte in the row that
-    the lane's first one is 0 of, byte in the chunk)."""
+    """What a lane copies of its row, panel after panel and `unit` bytes of a chunk at a time: (panel, byte in the row counted
+    from the lane's first byte, byte in the chunk)."""
     for panel, part in itertools.product(range(tile.panels), range(0, CHUNK_BYTES, unit)):
         yield panel, panel * tile.width + part, part
 
 
 def _clamped(b, x, most):
-    """The 64-bit x as 32 bits, no less than 0 and no more than `most`."""
+    """The 64-bit x, clamped to 0..most, in 32 bits."""
     low, high = i64(0), i64(most)
     x = b.select(b.icmp_signed("<", x, high), x, high)
     return b.u32(b.select(b.icmp_signed("<", x, low), low, x))
 
 
 def _counts(b, tile, begin, end, piece):
-    """How many bytes of each part to copy, where of a row those from `begin` on and before `end` lie inside the array; `begin`
-    is where a part begins."""
+    """How many bytes of each part to copy, if of a row the bytes from `begin` to before `end` lie inside the array. A part lies
+    inside from its beginning or not at all: `begin` is where some part begins."""
     for _, low, _ in _parts(tile, piece):
         left = b.sub(end, b.u32(low))
         left = b.select(b.icmp_signed("<", left, b.u32(piece)), left, b.u32(piece))
@@ -76,8 +76,9 @@ def _counts(b, tile, begin, end, piece):
 
 
 def _place(b, tile, address, share, first):
-    """What a lane copies of the first rows from `first` on: (the lane, rows that a warp copies at once, the lane's row, the
-    byte in the row that its chunk begins with, the row's address, where the chunk goes there, has the lane a row at all?)."""
+    """What a lane copies of the first rows, counted from `first`: (the lane, rows that a warp copies at once, the lane's row,
+    the byte of the row at which its chunk begins, the row's address, where in that row the chunk goes, whether the lane has a
+    row)."""
     chunks = tile.width // CHUNK_BYTES  # of a panel's row
     step = layout.LANES // chunks
     lane = b.lane()
@@ -89,14 +90,14 @@ def _place(b, tile, address, share, first):
 
 
 def _further(b, tile, start, chunk, down):
-    """Where a chunk goes that lies `down` rows further than the one that goes to `chunk` of the row at `start`."""
+    """The address to which a chunk goes, `down` rows below the one that goes to `chunk` in the row at `start`."""
     return b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
 
 
 def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first):
-    """Start copying rows first.. first + share of the tile at `at`, by one warp: lanes side by side along a row's chunks of 16
-    bytes, so that a panel's row is one access to global memory and its chunks lie in different banks. A tile that lies inside
-    the array is copied without looking at every row: most do, and the copies stand in a loop that has better to do."""
+    """Start copying rows first.. first + share of the tile at `at`, by one warp. Neighbouring lanes copy neighbouring chunks of
+    16 bytes of a row, so that a panel's row is one access to global memory and its chunks go to different banks. A tile that
+    lies inside the array, as most do, is copied without a check of each row, which would slow down the loop around it."""
     data, extents, strides = b.array(ty, array)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     rows, cols, itemsize = rows % ty.ndim, cols % ty.ndim, tile.dtype.itemsize
@@ -105,16 +106,17 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
         fits = b.icmp_signed("<=", at[axis], b.sub(extents[axis], ir.Constant(i64, size)))
         inside = b.and_(b.and_(inside, fits), b.icmp_signed(">=", at[axis], ir.Constant(i64, 0)))
     lane, step, row, byte, start, chunk, guard = _place(b, tile, address, share, first)
-    source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # rows are fewer than 2**31
+    source, first_row = b.add(data, b.zext(byte, i64)), b.add(b.trunc(at[rows], i32), row)  # there are fewer than 2**31 rows
     for axis in range(ty.ndim):
         if axis != rows:
             source = b.add(source, b.mul(at[axis], ir.Constant(i64, itemsize) if axis == cols else strides[axis]))
-    source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # what changes from tile to tile last
+    source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # last, because it differs from tile to tile
     nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
     unit = CHUNK_BYTES if by_elements else piece
 
     def copies(counts):
-        """One after the other; counts(row): of each part of it, how many bytes; or by elements: which bytes of the row."""
+        """The copies of all rows, one after the other. counts(row): how many bytes of each of its parts; if they are copied by
+        elements, which bytes of the row."""
         line, further = source, b.mul(strides[rows], ir.Constant(i64, step))
         for down in range(0, share, step):
             to = _further(b, tile, start, chunk, down)
@@ -124,15 +126,16 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
                     ptx.copy_elements(b, target, origin, low, *count, guard)
                 else:
                     ptx.copy_async(b, target, origin, count, guard, piece)
-            line = b.add(line, further)  # not the first plus a multiple, each of which the loop would hold in registers
+            line = b.add(line, further)  # step by step: multiples of a step would each be kept in a register over the loop
 
     with b.if_then(inside):
         all_of_it = (b.u32(0), b.u32(nbytes)) if by_elements else b.u32(piece)
         copies(lambda _: itertools.repeat(all_of_it, tile.panels * CHUNK_BYTES // unit))
     with b.if_then(b.not_(inside)):
-        byte = ptx.shuffle(b, byte, lane)  # of this lane itself: now no loop can make the widths ahead and hold them
+        # from this lane to itself, so that the compiler cannot compute the widths ahead of a loop and hold them in registers
+        byte = ptx.shuffle(b, byte, lane)
         first_byte = b.add(b.mul(at[cols], ir.Constant(i64, itemsize)), b.zext(byte, i64))
-        begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)  # of the row's bytes, counted from the lane's first one
+        begin = _clamped(b, b.sub(i64(0), first_byte), nbytes)  # bytes of the row, counted from the lane's first one
         end = _clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
         within = [] if by_elements else list(_counts(b, tile, begin, end, piece))
 
@@ -146,7 +149,7 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, share, first)
 
 
 def _numbers(b, tile, address, share, first):
-    """A lane's numbers among `share` of a shared vector from `first` on: (its number, its address, is there one?) of each."""
+    """(number, its address, does it exist?) for each of a lane's numbers, among `share` numbers of a vector from `first` on."""
     lane = b.lane()
     for down in range(0, share, layout.LANES):
         own = b.add(lane, b.u32(down))
@@ -170,7 +173,7 @@ def lower_copy_numbers(b, ty, tile, address, array, at, axis, share, first):
 
 
 def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first):
-    """The same of numbers of which is known where in pages they lie."""
+    """The same for numbers whose places in pages are known."""
     data, _, strides = b.array(ty, pool)
     at, found = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)], b.unpack(found)
     for axis in range(2, ty.ndim):
@@ -183,7 +186,7 @@ def lower_number_pages(b, ty, tile, address, pool, found, at, last, share, first
 
 
 def _ownrows_of(b, tile, share, first):
-    """(a lane's row, has it one?) of each row that it copies, or a part of."""
+    """(row, does it exist?) for each row of which a lane copies a part."""
     if isinstance(tile, sv):
         return [(own, guard) for own, _, guard in _numbers(b, tile, b.u32(0), share, first)]
     _, step, row, *_, guard = _place(b, tile, b.u32(0), share, first)
@@ -191,13 +194,13 @@ def _ownrows_of(b, tile, share, first):
 
 
 def _looked_up(tile, share):
-    """Of how many rows a lane knows where they lie."""
+    """For how many rows a lane looks up where they lie."""
     return -(-share // (layout.LANES if isinstance(tile, sv) else layout.LANES * CHUNK_BYTES // tile.width))
 
 
 def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
-    """(number, row there) of each of a lane's rows, all looked up at once. Neighbours in a sequence are neighbours in the
-    table, so that what several lanes look up is one access."""
+    """(page number, row in the page) for each of a lane's rows, all looked up at once. Rows that are neighbours in a sequence
+    have neighbouring entries in the table, so that several lanes look up theirs by one access."""
     sequence, begin = b.unpack(at)
     begin, size, found = b.u32(begin), b.u32(size), []
     if table_ty is not None:
@@ -219,7 +222,7 @@ def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
 
 
 def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first):
-    """The same of rows of which is known where in pages they lie."""
+    """The same for rows whose places in pages are known."""
     data, extents, strides = b.array(ty, pool)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
     itemsize, cols, found = tile.dtype.itemsize, ty.ndim - 1, b.unpack(found)
@@ -246,7 +249,7 @@ def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first
 
 
 def found_type(tile, share, pages, size, at, last):
-    """(the type of what is found of `share` of a tile's rows, what emits it: of those from a `first` one on)"""
+    """(the type of the places of `share` rows of a tile, emit(b, first, ...) that looks up those from row `first` on)"""
     numbers, table = (types.int32, types.int64), None if pages in (None, types.none) else pages
     if table is not None and not (isinstance(table, types.Array) and table.ndim == 2 and table.dtype in numbers):
         raise TypeError(f"look_up: takes int32 or int64 numbers (sequence, which of its pages), or None, got {pages}")
@@ -261,12 +264,12 @@ def found_type(tile, share, pages, size, at, last):
 
 
 def lower_copy_pages(name, tile, share, pool, found, at, last, piece):
-    """What emits the copies of `share` of a tile's rows; TypeError."""
+    """emit(b, ...) for the copies of `share` of a tile's rows. TypeError: they cannot be copied like this."""
     vector = isinstance(tile, sv)
     if not isinstance(pool, types.Array) or pool.ndim < 3 - vector or not isinstance(at, types.BaseTuple):
         raise TypeError(f"{name}: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
     check_copy(name, tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
-    counts = 2 * _looked_up(tile, share), 2 * share  # a lane's, the interpreter's
+    counts = 2 * _looked_up(tile, share), 2 * share  # places that a lane has; that the interpreter has
     if not (isinstance(found, types.UniTuple) and integer(found.dtype) and found.count in counts):
         raise TypeError(f"{name}: takes what look_up of a pipeline of such tiles has found, got {found}")
     if not integer(last):

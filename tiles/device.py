@@ -10,8 +10,8 @@ _ATTRIBUTE = driver.CUdevice_attribute
 
 
 def check(result):
-    """What a call of cuda.bindings.driver returned besides its status; RuntimeError with CUDA's own name and words if that
-    is an error."""
+    """The results of a call of cuda.bindings.driver, without its status. RuntimeError, with CUDA's name and text of the error,
+    if the call failed."""
     status, *values = result
     if status:
         _, name = driver.cuGetErrorName(status)
@@ -30,7 +30,7 @@ def supported(capability) -> bool:
 
 
 def hopper(capability) -> bool:
-    """Do kernels with wgmma run there, and so every kernel? wgmma is Hopper's alone."""
+    """Is this the compute capability of Hopper, the only one with wgmma, on which every kernel runs?"""
     return capability[0] == 9
 
 
@@ -79,8 +79,8 @@ device = functools.lru_cache(maxsize=None)(Device)
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What stands for a GPU where kernels are interpreted: Hopper, with all that it has, but for few multiprocessors, so that
-    each block of a persistent grid goes through several tiles."""
+    """Stands for a GPU where kernels are interpreted: a Hopper with few multiprocessors, so that each block of a persistent
+    grid goes through several tiles."""
 
     capability: tuple[int, int] = (9, 0)
     processors: int = 3
@@ -95,23 +95,23 @@ INTERPRETER = Interpreter()
 
 
 def machine(ordinal: int | None) -> Device | Interpreter:
-    """Where arrays of this CUDA ordinal (None: host memory) are worked on."""
+    """The GPU of this CUDA ordinal, or for None (host memory) the interpreter."""
     return INTERPRETER if ordinal is None else device(ordinal)
 
 
-TURNS = 8  # tiles of a block of an interpreted persistent grid, where there are many
+TURNS = 8  # tiles that each block of an interpreted persistent grid goes through, if there are many tiles
 
 
 def persistent(gpu: Device | Interpreter, tiles: int) -> int:
-    """The blocks of a persistent grid that goes through so many tiles: one for each multiprocessor. Where a kernel is
-    interpreted, blocks of a few tiles each, so that there are many to run in processes."""
+    """How many blocks a persistent grid for so many tiles has: one for each multiprocessor. In the interpreter as many as leave
+    a few tiles to each, so that there are many blocks to run in processes."""
     return min(tiles, max(gpu.processors, tiles // TURNS) if gpu is INTERPRETER else gpu.processors)
 
 
 @contextlib.contextmanager
 def uncaptured():
-    """Work inside is no part of a CUDA graph that this or another thread may be capturing, and does not break its capture:
-    allocations, copies on streams of our own, loading of modules."""
+    """Inside, allocations, copies on streams of our own and the loading of modules are not captured, and do not break the
+    capture of a CUDA graph by this or another thread."""
     mode = check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     try:
         yield

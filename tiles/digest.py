@@ -41,10 +41,10 @@ from .op import OPS, Op
 from .types import is_static
 
 log = logging.getLogger(__name__)
-HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, but for those that are apart:
-# they say how kernels are launched, interpreted, kept and looked at, and not what they compile to
-_HOST = "__main__ arguments arrays bound cache checks device doctor draw fallback frameworks jax_call launch lengths loaded"
-APART = {f"tiles/{name}.py" for name in f"{_HOST} nvtx program recording sass schema tma torch_op values".split()}
+HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, except for the files of APART,
+# which say how kernels are launched, interpreted, kept and looked at, and not what they compile to
+_HOST = "__main__ arguments arrays bound_launch cache checks device doctor draw fallback frameworks jax_call launch lengths"
+APART = {f"tiles/{name}.py" for name in f"{_HOST} loaded_code nvtx program recording sass schema tma torch_op values".split()}
 APART |= {"tiles/emulator", "tiles/inspect", "tiles/interpreter", "tiles/profile", "tiles/testing"}
 VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
 VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
@@ -54,7 +54,7 @@ IMPORTED = time.time() - 2
 
 
 class Undigestible(Exception):
-    """Something that a kernel is made from whose content we cannot digest: the kernel is not cached."""
+    """A kernel is made from something whose content we cannot digest, so it is not cached."""
 
 
 def key(kernel, signature, arch) -> str | None:
@@ -85,7 +85,7 @@ def _takes_part(file):
     return _part_of(tuple(HOUSE), os.fspath(file))
 
 
-@functools.cache  # a key asks a thousand times
+@functools.cache  # asked a thousand times for each key
 def _part_of(house, name):
     file = Path(name)
     for folder in house:
@@ -122,14 +122,15 @@ def _hash(*parts) -> bytes:
 
 
 def covered(name) -> bool:
-    """Does the key hold this module already, by its source or its version? Not if a function says of none (exec's do)."""
+    """Does the key cover this module already, by its source or its version? Functions made by exec name no module: for them the
+    answer is no."""
     if not isinstance(name, str):
         return False
     root, module = name.partition(".")[0], sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if file and _takes_part(file):
         return True
-    if root in ("tiles", "ops"):  # another package of that name
+    if root in ("tiles", "ops"):  # somebody else's package of that name
         return False
     if any(f"{name}.".startswith(f"{known}.") for known in VERSIONED):
         return True
@@ -141,7 +142,7 @@ def covered(name) -> bool:
 
 
 def _named(value):
-    """Whether a function or class is what its covered module holds under its name, so that the name says it all."""
+    """Whether a function or class is what a covered module holds under its name, so that digesting the name is enough."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not covered(module):
         return False
@@ -152,8 +153,8 @@ def _named(value):
 
 
 def _with_bases(cls, part):
-    """A class's name, and of it and its bases what part(name, value) says of each attribute; of one whose name says it all,
-    that."""
+    """The digest of a class: its name, and part(name, value) for each attribute of it and its bases. Of a class whose name is
+    enough, only the name."""
     parts = [cls.__qualname__]
     for base in cls.__mro__:
         if _named(base):
@@ -178,8 +179,8 @@ class Digest:
         self.done = {}  # id: (the object, which keeps its id, and its digest)
 
     def __call__(self, value, device=True) -> bytes:
-        """The digest of `value`. device: seen by kernel code, where a plain function means what Numba was taught it means,
-        and not what its own body says."""
+        """The digest of `value`. device: it is seen by kernel code, where a plain function means what Numba was taught, and not
+        what its body says."""
         at = id(value), device
         if at not in self.done:
             self.done[at] = value, _hash("cycle", str(len(self.done)))  # met again while we are inside it
@@ -236,7 +237,7 @@ class Digest:
             return self._kernel_class(value) if kernels else self._class(value)
         if isinstance(value, python.BuiltinFunctionType):
             raise Undigestible(f"the built-in {value!r}")
-        if value in OPS:  # its lowering is among the foreign ones
+        if value in OPS:  # its lowering is digested among the foreign ones
             return [value.__module__, value.__qualname__]
         dispatcher = getattr(value, "dispatcher", None)
         if device and dispatcher is None and not covered(value.__module__):
@@ -267,7 +268,7 @@ class Digest:
         return parts
 
     def _module(self, module, names, device):
-        """What code that mentions these attributes may take from a module of the user's."""
+        """What code that names these attributes may read from a module of the user's."""
         parts = [module.__name__.encode()]
         for name in sorted(names & vars(module).keys()):
             value = vars(module)[name]
@@ -286,8 +287,8 @@ class Digest:
         return [code.co_name, code.co_code, self(facts), self(variables), self(code.co_consts, device)]
 
     def _class(self, cls):
-        """A class of the user's: its own attributes, those of its bases, and the code behind them; special methods apart,
-        whose work shows in the instances."""
+        """A class of the user's: its attributes and those of its bases, with their code. Special methods are left out: what
+        they do shows in the instances."""
 
         def part(name, value):
             value = getattr(value, "fget", getattr(value, "func", getattr(value, "__func__", value)))
@@ -316,7 +317,7 @@ class Digest:
         return _with_bases(cls, part)
 
     def _property(self, value, name):
-        """A property, by its value: it runs on the host. What cannot be digested no kernel can read."""
+        """A property, by its value, because it runs on the host. If the value cannot be digested, no kernel can read it."""
         with contextlib.suppress(Exception):
             return [name, self(getattr(value, name))]
         return [name, b"none"]

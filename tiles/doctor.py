@@ -45,7 +45,7 @@ def packages():
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     for name in PACKAGES:
         found = version(name)
-        needed = not found and name != "nvidia-nvjitlink"  # a CUDA toolkit that pip did not install has its own
+        needed = not found and name != "nvidia-nvjitlink"  # a CUDA toolkit that was not installed by pip has its own
         advice = "pip install " + ("'numba-cuda[cu13]'" if name in OF_NUMBA_CUDA else name)
         yield Finding(name, found or "not installed", "" if found else advice, needed)
     for name in OPTIONAL:
@@ -118,7 +118,7 @@ def gpus():
         check(driver.cuInit(0))
         cuda = check(driver.cuDriverGetVersion())
         count = check(driver.cuDeviceGetCount())
-    except Exception as error:  # whatever fails here, fails for lack of a driver or of the package
+    except Exception as error:  # whatever fails here fails because the driver or the package is missing
         yield Finding("driver", f"none that works: {str(error).splitlines()[0]}", nothing)
         return
     file = Path("/proc/driver/nvidia/version")

@@ -64,7 +64,8 @@ ACCESSES = {"ldmatrix": ldmatrix, "column": column, "row": row, "pairs": pairs}
 
 
 def bank_loads(turn):
-    """How many different words each bank must serve for [(byte offset, bytes)]; the turn takes as many cycles as the most."""
+    """How many different words each bank must serve for [(byte offset, bytes)]; the access takes the greatest of them in
+    cycles."""
     words = {offset // 4 + k for offset, size in turn for k in range(max(1, size // 4))}
     counts = Counter(word % layout.BANKS for word in words)
     return [counts[bank] for bank in range(layout.BANKS)]

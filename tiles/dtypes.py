@@ -12,8 +12,8 @@ from .op import OPS
 
 @dataclass(frozen=True)
 class dtype:
-    """An element type: its NumPy dtype, its names in PTX and in the TMA driver API, and how numbers become such elements where
-    that is not NumPy's own rounding."""
+    """An element type: its NumPy dtype, its names in PTX and in the TMA driver API, and how numbers are rounded to it if not in
+    NumPy's way."""
 
     name: str
     np: np.dtype
@@ -28,7 +28,7 @@ class dtype:
 
     @property
     def run(self) -> int:
-        """How many neighbouring elements a lane of a register tile holds: a register's, but two of 4 bytes."""
+        """How many neighbouring elements a lane of a register tile holds: those of one register, or two of 4 bytes."""
         return max(4 // self.itemsize, 2)
 
     def round(self, array) -> ndarray:
@@ -49,7 +49,7 @@ class dtype:
         return hash(self.name)
 
     def __reduce__(self):
-        return self.name  # that of a global here: dtypes are compared by identity, and a copy is the dtype itself
+        return self.name  # the name of a global of this module, so that copies and pickles give the dtype itself
 
     def __str__(self):
         return self.name

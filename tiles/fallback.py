@@ -72,8 +72,8 @@ class Interpreted:
         self.run(stream, addresses)
 
     def run(self, stream: int, addresses, execute=None) -> None:
-        """The same, addresses being a sequence in which the launch's arrays know their places. execute: what runs the kernel in
-        place of the interpreter, and takes the same arguments."""
+        """The same, for a sequence of addresses in which the launch's arrays know their places. execute: runs the kernel in
+        place of the interpreter; it takes the same arguments."""
         _announce(self.launch.title)
         here = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
         places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in here]
@@ -94,7 +94,7 @@ class Interpreted:
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
     def _check(self, args):
-        """What a GPU or its compiler would refuse, refused: ValueError for too much shared memory, Numba's own errors."""
+        """Refuses what a GPU or its compiler would refuse: ValueError for too much shared memory, or Numba's own errors."""
         launch, gpu = self.launch, INTERPRETER if self.target is None else self.target
         check_room(launch.shared, gpu)
         arch = asked().types
@@ -108,7 +108,7 @@ class Interpreted:
 
 
 def told(value, addresses):
-    """What a number is, if it is one that comes with the addresses."""
+    """The value of a Number, which comes with the addresses; any other value as it is."""
     return addresses[value.source] if isinstance(value, Number) else value
 
 
@@ -124,8 +124,8 @@ def _cut(view, spec):
 
 @contextlib.contextmanager
 def mirrored(target, stream, places):
-    """NumPy copies of device arrays, of (address, form) each, which alias where the arrays do; what has changed at the end goes
-    back. The stream is waited for first."""
+    """NumPy copies of device arrays, each given as (address, form). They alias where the arrays do, and what has changed at the
+    end is copied back. The stream is waited for first."""
     spans: list[list[int]] = []  # disjoint [start, end), ascending
     for start, end in sorted(filter(None, (span(*place) for place in places))):
         if spans and start < spans[-1][1]:

@@ -62,7 +62,7 @@ class Kind:
     def alike(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
         """(whether arrays are all that these are but for their addresses, asked at once; what says that this is not to be
         asked now, and a module whose `_current_level` says so, too; the current stream of a device), if there is such a
-        question: see again.py. shapes, strides: those of these arrays, in elements, None for what may be another."""
+        question: see guarded_calls.py. shapes, strides: those of these arrays, in elements, None for what may be another."""
         return None
 
     def home(self, array: Array) -> Any:

@@ -41,13 +41,13 @@ from .arguments import (
     types_of,
 )
 from .arrays import ABSENT, Form, Number, Operand, c_ordered
-from .bound import Bound, Contents, Frames
+from .bound_launch import Bound, Contents, Frames
 from .device import device
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
 from .lengths import made
-from .loaded import Loaded, load
-from .plumbing import Value
+from .loaded_code import Loaded, load
+from .numba_types import Value
 from .recording import Recorded
 from .recording import now as recording_now
 from .types import gl
@@ -92,6 +92,7 @@ class Kernel:
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None, early: bool = False):
         self.kernel, self.threads, self.shared, self.ordinal, self.early = kernel, threads, shared, ordinal, early
+        self.cluster = (shared.blocks, 1, 1) if shared and shared.blocks > 1 else None
         self.interpreted = ordinal is None or forced()
         self.title = kernel.py_func.__name__
         self.parameters: dict[str, _Place] = {}
@@ -149,7 +150,7 @@ class Kernel:
             raise
         code = self.codes.get(others) or self._load(others)
         contents = made(Contents, grid, block, plain, maps)
-        return made(Bound, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early)
+        return made(Bound, code, self.title, (self.threads, 1, 1), self.cluster, self.nbytes, contents, self.frames, self.early)
 
     def given(self, bound: "Bound") -> dict[str, Any]:
         """What a launch of this kernel was bound to, read back from its parameter block: numbers, and an Operand for each
@@ -201,7 +202,7 @@ class Kernel:
             elif value is not None and elements is TILES:
                 map_encoding(name, what, value.form)
             bound.append((value, what.spec if elements is TILES else None))
-        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, self.cluster)
         return Interpreted(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 

@@ -213,7 +213,7 @@ def lowers(face, meaning=None, **takes):
     their NumPy `meaning` along, and what they take (see `op`)."""
 
     def register(rule):
-        from .plumbing import teach_numba
+        from .numba_types import teach_numba
 
         operation = OPS.get(face) or Op(face, meaning, **takes)
         operation.rule = rule
@@ -226,7 +226,7 @@ def lowers(face, meaning=None, **takes):
 def inlined(function: F) -> F:
     """Decorator: a plain function of kernel code, compiled into its callers (through a real call, tiles would go through
     memory). Without a GPU it is simply called."""
-    from .plumbing import inline
+    from .numba_helpers import inline
 
     inline(function)
     return function

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from . import cp_async, layout, ptx
 from .interpreter import here
+from .numba_types import compile_time, void
 from .op import integer, lowers, op
-from .plumbing import compile_time, void
 from .ring import needs_index
 from .types import st, sv
 from .values import SharedTile

@@ -41,19 +41,19 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import again, jax_call, nvtx, recording, torch_op
+from . import guarded_calls, jax_call, nvtx, recording, torch_op
 from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
 from .checks import asked
 from .frameworks import Kind, describe, kind_of, stream_handle
-from .growing import Turns, Variable
 from .lengths import Trace, made
-from .loaded import together
+from .loaded_code import together
 from .schema import Schema
+from .traced_plans import TracedPlan, Variable
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
-KINDS, TURNS = 1024, 12  # the same of forms but for lengths; most functions of lengths for one of these
-EXPECTED = 3  # forms of calls with the same options that are asked for before a call is read: each costs it 0.3 us
-BEGINS = 256  # bytes: scratch arrays that lie in one piece of memory begin at multiples, as allocators' do
+KINDS, TURNS = 1024, 12  # how many kinds of forms, alike but for lengths, are remembered; how many traced plans of each kind
+EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
+BEGINS = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
 VARY = frozenset("BSTsNECMAxy")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
 
 
@@ -66,17 +66,18 @@ class Step(Protocol):
 
 
 class Part(NamedTuple):
-    """Among a plan's scratch memory, before all else there: no memory of its own, but that of an array of the call, or of a
-    result, from so many bytes on. Its address has a place as if it were scratch."""
+    """A view into an array of the call or into a result, from so many bytes on. Parts stand first among a plan's scratch
+    memory: they have no memory of their own, but their addresses have places there."""
 
     source: int
     offset: int
 
 
 class Plan(NamedTuple):
-    """How calls of one form are done: steps, and scratch memory, uninitialised and C-ordered: the shape and dtype of each (see
-    Problem.scratch), after Parts of what there is. What the caller gets back the schema says: one array by itself, several as a
-    tuple; or `give` makes it of all arrays, scratch memory, but for Parts, behind those of the schema."""
+    """How calls of one form are done. steps: the launches, in order. scratch: Parts first, then the shape and dtype of each
+    scratch array (see Problem.scratch), uninitialised and C-ordered. give: makes what the caller gets back, from all arrays
+    of the schema and the scratch arrays behind them; by default it is what the schema says, one array by itself, several as a
+    tuple."""
 
     steps: Sequence[Step]
     scratch: Sequence[Part | tuple[tuple[int, ...], str]] = ()
@@ -84,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def nothing(every: Sequence[Any]) -> None:
-    """What a Plan gives whose results are all written into arrays that were given."""
+    """A Plan's `give` if all results are written into arrays that were given."""
 
 
 class Fill(NamedTuple):
@@ -99,13 +100,13 @@ class Fill(NamedTuple):
         return True
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """At this stream and these addresses."""
+        """See Step."""
         fill(addresses[self.operand.source], self.operand.form, self.value, stream)
 
 
 class Recent:
-    """A table that forgets what was not used for longest. It has two generations: what is asked for again moves to the younger
-    one, and when that is full the older one goes. A hit costs one lookup, and any number of threads may use it at once."""
+    """A table that forgets what was not used for the longest time. It has two generations: what is asked for moves to the
+    younger one, and when that is full the older one goes. A hit costs one lookup. Any number of threads may use it at once."""
 
     def __init__(self, entries: int):
         self.half = entries // 2
@@ -120,7 +121,7 @@ class Recent:
         return found
 
     def put(self, key: Any, value: Any) -> None:
-        """Remember it."""
+        """Remember the value under the key."""
         if len(self.young) >= self.half:
             self.young, self.old = {}, self.young
         self.young[key] = value
@@ -133,11 +134,11 @@ KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
 
 
 class Known(NamedTuple):
-    """What calls of a form have in common. It keeps no array alive.
+    """What calls of one form have in common. It keeps no array alive.
 
-    makers: (the place of an array, what makes it). parts: of arrays that there are when results are made. beyond: how far the
-    second and further scratch arrays lie behind the first, in one piece of memory. apart: (places of two arrays that must not
-    share memory, the two distances between which they might)."""
+    makers: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each Part. beyond:
+    how far the second and further scratch arrays lie behind the first, in one piece of memory. apart: (the places of two arrays
+    that must not share memory, and the two distances of their addresses between which they would)."""
 
     kind: Kind
     device: int | None
@@ -191,7 +192,7 @@ class Program:
         self.readers: dict[type, Callable] = {}
         self.compiling = torch_op.asks_dynamo()
         self.op = torch_op.registered(self)
-        self.options = tuple(signature(planner).parameters)[1:]  # their names
+        self.options = tuple(signature(planner).parameters)[1:]
         kinds = get_annotations(planner, eval_str=True)
         places = [place for place, name in enumerate(self.options) if kinds.get(name) == Number | None]
         self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
@@ -203,12 +204,12 @@ class Program:
         if not self.compiling():
             numbers, told = self._numbers(options) if self.numbers else ((), options)
             try:
-                expected = KNOWN.get((self, told, layout))  # of calls with these options, the forms that came last
+                expected = KNOWN.get((self, told, layout))  # guarded functions for the forms that came last with these options
             except TypeError:  # an option that cannot be looked up, such as a list
                 expected = None
             for call in expected or ():
                 made = call(stream, numbers, *arrays)
-                if made is not again.OTHER:
+                if made is not guarded_calls.OTHER:
                     if call is not expected[0]:
                         KNOWN.put((self, told, layout), (call, *[other for other in expected if other is not call]))
                     return made
@@ -224,7 +225,7 @@ class Program:
 
     def run(self, stream: Any, arrays: tuple, options: tuple, layout: str, eager: bool = False) -> Any:
         """A call on arrays in memory. eager: no framework stands between it and the user, so that the next one may be made
-        by a function that is written for its form (again.py)."""
+        by a function that is written for its form (guarded_calls.py)."""
         read = self.readers.get(type(arrays[0])) or self._reader(arrays[0])
         try:
             sort, lengths, addresses, held = read(*arrays)
@@ -280,7 +281,7 @@ class Program:
         """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
         was yet. If it was asked, and declined, it is for another mode of this thread."""
         if call is None or call in (KNOWN.get((self, *told)) or ()):
-            call = again.made(self.names, known, arrays, lengths)
+            call = guarded_calls.guarded(self.names, known, arrays, lengths)
             KNOWN.put((self, sort, lengths, *told), (known, call or False))
         if call:
             self._expect(call, *told)
@@ -320,13 +321,13 @@ class Program:
     ) -> Known:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         key = self, sort, options, layout
-        functions: tuple[Turns, ...] = FUNCTIONS.get(key) or ()
-        for turns in functions:
-            known = turns.function(lengths)
+        functions: tuple[TracedPlan, ...] = FUNCTIONS.get(key) or ()
+        for traced in functions:
+            known = traced.function(lengths)
             if known:
-                if turns is not functions[0]:  # lengths that grow ask for the same one again
-                    FUNCTIONS.put(key, (turns, *[other for other in functions if other is not turns]))
-                if eager and held is None and (call := turns.grow(self.names, known, arrays, lengths)):
+                if traced is not functions[0]:  # lengths that grow ask for the same one again
+                    FUNCTIONS.put(key, (traced, *[other for other in functions if other is not traced]))
+                if eager and held is None and (call := traced.grow(self.names, known, arrays, lengths)):
                     self._expect(call, options, layout)
                 break
         else:
@@ -334,9 +335,9 @@ class Program:
             known = self._planned(described, options, layout)
             if len(functions) < TURNS and self._of_lengths(described, known):
                 with suppress(TypeError, ValueError):  # of a planner that takes numbers, but not to be watched: Untraceable
-                    turns = self._watched(described, held is None, options, layout)
-                    turns.last = lengths
-                    FUNCTIONS.put(key, (*functions, turns))
+                    traced = self._watched(described, held is None, options, layout)
+                    traced.last = lengths
+                    FUNCTIONS.put(key, (*functions, traced))
         KNOWN.put((self, sort, lengths, options, layout), (known, None))
         return known
 
@@ -388,7 +389,7 @@ class Program:
             and all(array.pointer for array in described if array)
         )
 
-    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> Turns:
+    def _watched(self, described: list, in_elements: bool, options: tuple, layout: str) -> TracedPlan:
         """The function of lengths that plans as the planner does for these arrays."""
         trace, names, given = Trace(), [], {}
         variables: list[Variable] = []
@@ -404,14 +405,14 @@ class Program:
             form = array.form
             axes, _ = self.schema.rows[layout][name][len(form.shape)]
             unit = form.itemsize if in_elements else 1
-            shape = [variable(n, place, again.SHAPE, axis) for axis, n in enumerate(form.shape)]
-            strides = [variable(stride // unit, place, again.STRIDES, axis) for axis, stride in enumerate(form.strides)]
-            past = variable(form.past, place, again.PAST)
+            shape = [variable(n, place, guarded_calls.SHAPE, axis) for axis, n in enumerate(form.shape)]
+            strides = [variable(stride // unit, place, guarded_calls.STRIDES, axis) for axis, stride in enumerate(form.strides)]
+            past = variable(form.past, place, guarded_calls.PAST)
             names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
             past = max(past, 0)  # so that the function is none for arrays that lie nowhere
             extents = tuple([n if axis in VARY else int(n) for n, axis in zip(shape, axes)])
             given[name] = form._replace(shape=extents, strides=tuple([unit * stride for stride in strides]), past=past)
-        return Turns(trace, f"{', '.join(names)},", variables, self._plan(given, described[0], options, layout))
+        return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(given, described[0], options, layout))
 
     def _check_apart(self, described: list, a: int, b: int) -> None:
         """ValueError if the arrays in these places share memory."""

@@ -166,11 +166,6 @@ def tma_prefetch(b, gl, source, at):
         b.do(f"cp.async.bulk.prefetch.tensor.{gl.rank}d.L2.global.tile [$0, {text}];", source, *coordinates)
 
 
-def prefetch_map(b, source):
-    """Bring a tensor map near before it is needed."""
-    b.do("prefetch.tensormap [$0];", source)
-
-
 def add_global(b, address, x):
     """Add an fp32 register to 4 bytes of global memory, atomically (sm_80 and later); nobody waits for it."""
     b.do("red.relaxed.gpu.global.add.f32 [$0], $1;", address, x)

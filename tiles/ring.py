@@ -10,6 +10,8 @@ What warps compute for other warps goes through a ring with `writers` instead: e
     store(p.claim(j), x)                writer: the j-th tile, once its slot is free
     p.publish(j)                        writer: this warp's part is there
 
+If the blocks of a cluster share such a ring, the writers of each bring their part of every tile to all of them.
+
 A tile whose rows lie in several places, such as pages, is filled box by box, in order; the consumer does not notice. So is one
 whose columns do, such as those of two weights that one product shares.
 
@@ -30,8 +32,8 @@ from . import ptx
 from .builder import i32
 from .interpreter import here
 from .layout import LANES, WARPGROUP
+from .numba_types import compile_time, void
 from .op import integer, lowers, op
-from .plumbing import compile_time, void
 from .types import gl, rv, st, sv
 from .values import SharedTile
 
@@ -49,7 +51,8 @@ class ring:
     `blocks`: so many blocks, a cluster, want the same tiles, and each tile is read from global memory once: every block
     loads its `part` of the rows for all of them (TMA multicast), as soon as `readers` warps of each have released the slot.
     All blocks fill, wait for and release the same tiles in the same order, and end with ops.cluster.sync(), because a peer
-    may release a tile when a block is already done.
+    may release a tile when a block is already done. With `writers`, those of every block store an equal share of each tile
+    in all blocks, by what stores to a ring (ops.store_widened).
 
     `once`: nobody else reads what TMA loads, so it leaves the L2 cache before other data does."""
 
@@ -68,11 +71,12 @@ class ring:
             raise ValueError(f"ring: stages and readers must be positive, got {self.stages} and {self.readers}")
         if self.writers < 0:
             raise ValueError(f"ring: writers must be 0 (TMA) or more, got {self.writers}")
-        if self.writers and self.blocks > 1:
-            raise ValueError(f"ring: what warps write stays in their block, got {self.writers=} and {self.blocks=}")
+        if self.writers and self.blocks > 1 and (isinstance(self.tile, sv) or self.tile.nbytes % (self.blocks * self.writers)):
+            raise ValueError(f"ring: {self.blocks} blocks of {self.writers} writers share out a tile evenly, got {self.tile}")
         if self.writers and self.once:
             raise ValueError(f"ring: what warps write is in no cache, got {self.writers=} and {self.once=}")
-        if not 1 <= self.blocks <= CLUSTER_END or (self.blocks > 1 and self.tile.rows % (8 * self.blocks)):
+        cut = self.blocks > 1 and not self.writers  # a tile, into what each block brings of it
+        if not 1 <= self.blocks <= CLUSTER_END or (cut and self.tile.rows % (8 * self.blocks)):
             raise ValueError(
                 f"ring: 1 to {CLUSTER_END} blocks share a tile, by multiples of 8 rows, got {self.blocks} for {self.tile}"
             )
@@ -88,6 +92,11 @@ class ring:
         """What one block fills of a tile (the blocks divide the rows in order); this is the tile of the tensors that it comes
         from."""
         return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, whole=0)
+
+    @property
+    def from_peers(self):
+        """Bytes of a tile that the other blocks' writers store, by writers of a block."""
+        return self.tile.nbytes // self.blocks * (self.blocks - 1) // self.writers
 
     @property
     def fenced(self):
@@ -142,13 +151,14 @@ class ring:
 
     @op
     def claim(self, j):
-        """The j-th tile, to be stored, as soon as the readers of tile j - stages have released it. Called by each of the
-        `writers`."""
+        """The j-th tile, to be stored, as soon as the readers of tile j - stages have released it, those of all blocks that
+        share the ring. Called by each of the `writers`."""
         return _slot(self, j).claim(here(), j)
 
     @op
     def publish(self, j, fenced=False):
-        """This warp has stored its part of tile j. The readers, their mmas and TMA see it once all writers have called this.
+        """This warp has stored its part of tile j, in all blocks that share the ring. The readers, their mmas and TMA see it
+        once all writers have called this.
         (Of a vector only ordinary loads see it, until a reader's warpgroup meets.) fenced: without a fence of its own,
         because that of a tile of another ring, which has just been published, covers this one too, or because readers only
         load it."""
@@ -191,6 +201,12 @@ def _own(ring, source, at, rank, parts):
     return at if whole else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
 
 
+def peers_of(ring, j):
+    """The barriers, of the other blocks that share a ring, that count the bytes of its j-th tile."""
+    own = _slot(ring, j)
+    return [slot.full for slot in own.everywhere if slot is not own]
+
+
 def tile_of(block, ring, j):
     """The j-th tile, whatever its state."""
     slot = block.opened[ring.name][j % ring.stages]
@@ -216,6 +232,14 @@ def full_barrier(b, ring, base, slot):
 def empty_barrier(b, ring, base, slot):
     """Address of the barrier whose phases say that the slot was released."""
     return b.add(full_barrier(b, ring, base, slot), b.u32(BARRIER_BYTES))
+
+
+def peers_at(b, ring, base, j):
+    """The same on the GPU: (the number of such a block, the address of its barrier) of each."""
+    own = full_barrier(b, ring, base, _modulo(b, ring, j)[0])
+    for further in range(1, ring.blocks):
+        peer = b.urem(b.add(b.special("cluster_ctarank"), b.u32(further)), b.u32(ring.blocks))
+        yield peer, ptx.map_shared(b, own, peer)
 
 
 def elected(b, group):
@@ -367,7 +391,11 @@ def _(ring, j, fenced: int):
         bare = fenced or isinstance(ring.tile, sv)  # a fence would wait for loads under way, too
         (ptx.warp_sync if bare else ptx.reads_done)(b)
         with b.if_then(elected(b, LANES)):
-            ptx.mbarrier_arrive(b, full_barrier(b, ring, base, _modulo(b, ring, j)[0]))
+            full = full_barrier(b, ring, base, _modulo(b, ring, j)[0])
+            if ring.blocks == 1:
+                ptx.mbarrier_arrive(b, full)
+            else:
+                ptx.mbarrier_expect(b, full, ring.from_peers)
 
     return void, emit
 
@@ -379,7 +407,10 @@ def _(ring, j):
     def emit(b, base, j):
         slot, parity = _modulo(b, ring, j)
         slot = ptx.uniform(b, slot)  # so that descriptors stay in uniform registers, and wgmma needs no moves before it
-        ptx.mbarrier_wait(b, full_barrier(b, ring, base, slot), parity)
+        full, by_peers = full_barrier(b, ring, base, slot), ring.writers > 0 and ring.blocks > 1
+        ptx.mbarrier_wait(b, full, parity, ".acquire.cluster" * by_peers)
+        if by_peers:  # who stored it there could not fence for the mmas here
+            ptx.fence_async(b)
         return _address(b, ring, base, slot)
 
     return ring.tile, emit

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from .lines import Place, of_sass
+from .line_table import Place, of_sass
 
 
 class Instruction(NamedTuple):

@@ -14,9 +14,9 @@ from . import ptx
 from .builder import i32
 from .interpreter import Mbarrier, Slot, here
 from .layout import LANES
+from .numba_types import Value, compile_time
 from .op import lowers, op
 from .pipeline import pipeline
-from .plumbing import Value, compile_time
 from .ring import BARRIER_BYTES, empty_barrier, full_barrier, needs_whole, ring, tile_of
 from .types import TILE_ALIGN, barrier, st, sv
 from .values import SharedTile

@@ -36,8 +36,8 @@ import numpy as np
 
 from .digest import Digest, Undigestible, covered, global_names
 from .dtypes import dtype
+from .numba_types import FROZEN, compile_time
 from .op import OPS
-from .plumbing import FROZEN, compile_time
 from .types import is_static
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import numpy as np
 from numba.cuda import types as numba
 from numba.cuda.np.numpy_support import from_dtype
 
+from .numba_types import SCALARS, numba_type
 from .op import OPS, Name, operator
-from .plumbing import SCALARS, numba_type
-from .refused import REFUSED, check_branch, refuse_attribute, refuse_values
 from .types import gl, pending, remote, rt, rv, st, sv
+from .unsupported import REFUSED, check_branch, refuse_attribute, refuse_values
 
 
 class Tile:

@@ -16,7 +16,7 @@ from tiles.schema import Problem, Schema
 
 from ..names import by_other_names
 from ..options import flag, norm_parts, positive
-from . import writing
+from . import write_kernel
 
 GIVEN = """
     k_new            BSGD   tile
@@ -196,7 +196,7 @@ def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, nor
     if batch == 0 or heads == 0 or (tokens == 0 and (not queries or problem(names.asked) == (0,))):
         return []
     where = {name: problem[name] for name in ("pages", "batch_index", "positions")}
-    step = writing.launch(
+    step = write_kernel.launch(
         problem.device,
         new,
         cache,
@@ -217,13 +217,13 @@ def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, nor
     return [step]
 
 
-def norm_of(problem: Problem, name: str, heads: str) -> writing.Norm | None:
+def norm_of(problem: Problem, name: str, heads: str) -> write_kernel.Norm | None:
     """A norm, if there is one, of the heads that are counted by that axis."""
     if name not in problem:
         return None
     arrays = problem[name], problem[f"{name}_bias"]
     weights, bias = (x.spread(0, problem(heads)[0]) if x and len(x.shape) == 1 else x for x in arrays)
-    return writing.Norm(weights, bias)
+    return write_kernel.Norm(weights, bias)
 
 
 def _check_cache(problem: Problem) -> None:
@@ -237,7 +237,7 @@ def _check_cache(problem: Problem) -> None:
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     gpu = machine(problem.device)
-    if k.itemsize == 1 and gpu.capability < writing.FP8:
+    if k.itemsize == 1 and gpu.capability < write_kernel.FP8:
         raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if page_size == 0:
         raise problem.error("k", "must have room for a key", "k")

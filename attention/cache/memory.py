@@ -68,7 +68,6 @@ class Torch(Memory):
     """torch's."""
 
     def new(self, host: np.ndarray) -> Any:
-        """See Memory."""
         return sys.modules["torch"].from_numpy(host.copy()).to(self.place, non_blocking=True)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
@@ -80,12 +79,10 @@ class CuPy(Memory):
     """CuPy's."""
 
     def new(self, host: np.ndarray) -> Any:
-        """See Memory."""
         with self.place:
             return sys.modules["cupy"].asarray(host)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """See Memory."""
         array.set(host)
         return array
 
@@ -94,20 +91,16 @@ class Jax(Memory):
     """JAX's: rows are rotated by XLA, which may round a product and a sum at once."""
 
     def place_of(self, like: Any) -> Any:
-        """See Memory."""
         (device,) = like.devices()
         return device
 
     def new(self, host: np.ndarray) -> Any:
-        """See Memory."""
         return sys.modules["jax"].device_put(host.copy(), self.place)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """See Memory."""
         return self.new(host)
 
     def copy(self, pool: Any, source: int, target: int) -> Any:
-        """See Memory."""
         return _donated()(pool, target, None, pool[source])
 
     def write(
@@ -120,7 +113,6 @@ class Jax(Memory):
         tables: Pair,
         options: dict,
     ) -> tuple[Pools, Any]:
-        """See Memory."""
         rotary, interleaved, q = (options.pop(name, None) for name in ("rotary", "interleaved", "q"))
         if options:
             raise NotImplementedError(f"{min(options)}: is not served on JAX's arrays")

@@ -12,8 +12,8 @@ from tiles.schema import Problem, Schema
 
 from ..names import by_other_names
 from ..options import flag
-from . import narrowing
-from .narrowing import Config
+from . import quantize_kernels
+from .quantize_kernels import Config
 
 OF_HEADS = """
     x        BSGD  tile
@@ -25,7 +25,7 @@ OF_HEADS = """
 QUANTIZE = Schema("quantize", OF_HEADS)
 OF_BLOCKS = OF_HEADS.replace("found    BG ", "found    BxG")
 QUANTIZE_BLOCKS = Schema(
-    "quantize_blocks", OF_BLOCKS, x=lambda extents: (extents["S"] + narrowing.BLOCK - 1) // narrowing.BLOCK
+    "quantize_blocks", OF_BLOCKS, x=lambda extents: (extents["S"] + quantize_kernels.BLOCK - 1) // quantize_kernels.BLOCK
 )
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 
@@ -66,9 +66,9 @@ def quantize(
     attention.forward; a GPU of compute capability 8.9 or later."""
     if block is None:
         return _quantize(stream, (x, descale, out, None, None), (flag("centred", centred), descale is None), layout)
-    if isinstance(block, bool) or block != narrowing.BLOCK:
+    if isinstance(block, bool) or block != quantize_kernels.BLOCK:
         raise ValueError(
-            f"block: must be {narrowing.BLOCK}, the rows that attention.forward takes a descale for, or None: {block=}"
+            f"block: must be {quantize_kernels.BLOCK}, the rows that attention.forward takes a descale for, or None: {block=}"
         )
     if descale is not None:
         raise ValueError(f"descale: is made of each block, and must be None: {block=}")
@@ -82,25 +82,25 @@ def _quantize(problem: Problem, centred: bool, settled: bool) -> Plan:
     if columns % 8 or not 8 <= columns <= 256:
         raise problem.error("x", f"head_dim must be a multiple of 8, from 8 to 256: head_dim={columns}", "x")
     gpu = machine(problem.device)
-    if gpu.capability < narrowing.FP8:
+    if gpu.capability < quantize_kernels.FP8:
         raise ValueError(f"x: fp8 takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if 0 in (batch, rows, heads):
         raise problem.error("x", "must not be empty", "x")
-    of, across = DTYPES[problem.dtype], -(-columns // narrowing.COLUMNS)
-    pairs, tiles = batch * heads, -(-rows // narrowing.ROWS)
-    each = -(-tiles // narrowing.PARTS) * narrowing.ROWS
+    of, across = DTYPES[problem.dtype], -(-columns // quantize_kernels.COLUMNS)
+    pairs, tiles = batch * heads, -(-rows // quantize_kernels.ROWS)
+    each = -(-tiles // quantize_kernels.PARTS) * quantize_kernels.ROWS
     count = -(-rows // each)
     steps, scratch = [], []
 
     def launch(kernel: str, warps: int, of=of, **arguments: Any) -> None:
         config = Config(kernel, of, centred and kernel != "parts")
-        blocks = -(-warps // narrowing.WARPS), 1 if kernel in ("settle", "blocks") else across, 1
-        steps.append(kernel_for(narrowing, config, problem.device).bind(blocks, heads=heads, **arguments))
+        blocks = -(-warps // quantize_kernels.WARPS), 1 if kernel in ("settle", "blocks") else across, 1
+        steps.append(kernel_for(quantize_kernels, config, problem.device).bind(blocks, heads=heads, **arguments))
 
     mean, descale = problem["mean"] if centred else None, problem["found" if settled else "descale"]
     by_block = problem.schema is QUANTIZE_BLOCKS
     if centred or (settled and not by_block):
-        scratch.append(((pairs, count, 3, across * narrowing.COLUMNS), "float32"))
+        scratch.append(((pairs, count, 3, across * quantize_kernels.COLUMNS), "float32"))
         parts = problem.scratch(0, *scratch[0])
         launch("parts", pairs * count, gX=problem["x"], gParts=parts, count=count, each=each, pairs=pairs)
         launch(
@@ -114,7 +114,7 @@ def _quantize(problem: Problem, centred: bool, settled: bool) -> Plan:
             rows=rows,
             pairs=pairs,
         )
-    blocks = -(-rows // narrowing.BLOCK)
+    blocks = -(-rows // quantize_kernels.BLOCK)
     kernel, each = ("blocks", blocks) if by_block else ("narrow", tiles)
     launch(kernel, pairs * each, gX=problem["x"], gOut=problem["out"], gMean=mean, gDescale=descale, count=each)
     return Plan(steps, scratch)

@@ -15,7 +15,7 @@ END, LEAST = 448.0, 2.0**-120  # END: of e4m3. LEAST: of scales, for heads that 
 @inlined
 def pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, given):
     """Pairs of columns from `col` on: the first of each pair, the others, cos and sin of their angles at a position. norm: of
-    rows, see normed.py."""
+    rows, see row_norms.py."""
     cos, sin = load(gCos, X.row_vec, (position, col)), load(gSin, X.row_vec, (position, col))
     x = norm.half(load(gX, X, (at[0], at[1], head, 0, col), 2, 4), X, of_rows, head, 0, col, given)
     y = norm.half(load(gX, X, (at[0], at[1], head, 1, col), 2, 4), X, of_rows, head, 1, col, given)
@@ -86,12 +86,10 @@ class Given(Unscaled):
 
     @inlined
     def of(self, gScale, sequence, there, head, of_key, new, norm):
-        """See Unscaled."""
         return maximum(load(gScale, X.col_vec, (sequence, head)), LEAST)
 
     @inlined
     def held(self, x, scale):
-        """See Unscaled."""
         return self.to(x / scale)
 
 
@@ -103,17 +101,14 @@ class Found(Given):
 
     @property
     def array(self) -> Any:
-        """See Unscaled."""
         return array(3)
 
     @property
     def whole(self) -> bool:
-        """See Unscaled."""
         return True
 
     @inlined
     def of(self, gScale, sequence, there, head, of_key, new, norm):
-        """See Unscaled."""
         top, at, pairs = zeros(X.col_vec), new.at, new.cos.shape[1]
         if of_key:
             of_rows = norm.of_rows(new.k, X, (at[0], at[1], head), new.given)

@@ -17,6 +17,7 @@ BEHIND = LATENT // ROTARY  # rotated columns are so many times their own number 
 class Dense:
     """Sequence n in batch n of an array (batch, row, head, column)."""
 
+    blocks = 1  # that bring tiles for each other
     writers = ahead = 0  # warps that store tiles; further tiles of rotated columns that are under way
 
     def __str__(self):
@@ -50,12 +51,10 @@ class Indexed(Dense):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"batch_index": ENDS}
 
     @inlined
     def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        """See Dense."""
         batch = int32(given.batch_index[sequence])
         latent.fill(j, gLatent, (batch, key, 0, 0))
         rotary.fill(j, gRotary, (batch, key, 0, BEHIND))
@@ -73,11 +72,9 @@ class Paged(Dense):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"pages": TABLE, "page_size": INT}
 
     def source(self, tile: st) -> Any:
-        """See Dense."""
         return tiled(st(tile.rows // self.parts, tile.cols, tile.dtype), unit=1)
 
     @inlined

@@ -18,7 +18,7 @@ from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import parts_of
 from ..softmax.decode.launches import by_rows
-from ..softmax.decode.placed import placed
+from ..softmax.decode.page_checks import placed
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Whole
 from ..softmax.fp8 import of_fp8
@@ -161,7 +161,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
 
     def shape(reach, result):
         if box is None:
-            return hopper.gathered(dtype, False, reach, cache, result)
+            return hopper.gathered(dtype, reach, cache, result)
         return hopper.Config(Same(dtype), reach, box, result)
 
     return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
@@ -190,9 +190,10 @@ def _mla_decode_fp8(
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = _cache(problem, piece)
     if chosen == "sm_90" and (family is not None or rows > 2 * quantised.BAND):
+        blocks = 1 if -(-rows // hopper.Config.band) % hopper.PAIR else hopper.PAIR
 
         def shape(reach, result):
-            return hopper.gathered(dtype, True, reach, cache, result)
+            return hopper.widened(dtype, reach, cache, result, blocks)
 
         return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from numpy import int32
 
-from ops import commit_group, store_widened, subtile, wait_group, warpgroup
+from ops import cluster, commit_group, store_widened, subtile, wait_group, warpgroup
 from tiles import fp8e4m3, inlined, rt, st, static, sv
 from tiles.arguments import array
 from tiles.layout import WARPGROUP
@@ -23,6 +23,7 @@ class Gathered:
 
     cache: Dense
     part: st
+    blocks = 1  # that bring tiles for each other
     writers = TEAMS
     ahead = 0  # further tiles of rotated columns, and of numbers, that are under way
 
@@ -60,18 +61,24 @@ class Gathered:
 class Narrow(Gathered):
     """Latents of e4m3, which a tile holds as fp16, with a number a token to multiply them by; what is rotated lies apart. A
     warp has its rows of the next tile in registers, so that they wait for no place in shared memory, and this one for no bytes.
-    numbers, turned: a warp's numbers, and rotated columns."""
+    Blocks of a cluster, which see the same keys, widen some columns each, for all of them. numbers, turned: a warp's numbers,
+    and rotated columns."""
 
     numbers: sv
     turned: st
+    blocks: int
     writers = WARPGROUP
     ahead = 1
 
     def __str__(self):
-        return f"{self.cache} of fp8"
+        return f"{self.cache} of fp8" + f" by {self.blocks} blocks" * (self.blocks > 1)
+
+    @property
+    def own(self) -> rt:
+        """What a warp holds of a tile."""
+        return rt(BAND, LATENT // self.blocks, fp8e4m3)
 
     def source(self, tile: st) -> Any:
-        """See Gathered."""
         return array(4, fp8e4m3 if tile.cols == LATENT else tile.dtype)
 
     @inlined
@@ -81,7 +88,7 @@ class Narrow(Gathered):
         found = self.cache.find(self.part, gLatent, sequence, key, end, given)
         numbers = self.cache.find(self.numbers, gDescale, sequence, key, end, given)
         turned = self.cache.find(self.turned, gRotary, sequence, key, end, given)
-        latents = self.cache.load(rt(BAND, LATENT, fp8e4m3), gLatent, found, sequence, key, 0, end, given)
+        latents = self.cache.load(self.own, gLatent, found, sequence, key, int32(self.own.cols * self.turn()), end, given)
         rotary, units = subtile(pipes.rotary.claim(j), rows, rank), subtile(pipes.units.claim(j), rows, rank)
         self.cache.copy(rotary, gRotary, turned, sequence, key, 0, end, given)
         self.cache.copy_numbers(units, gDescale, numbers, sequence, key, end, given)
@@ -89,13 +96,18 @@ class Narrow(Gathered):
         return latents
 
     @inlined
+    def turn(self):
+        """Which columns are this block's."""
+        return cluster.rank() if self.blocks > 1 else int32(0)
+
+    @inlined
     def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
-        """See Gathered."""
         rows, rank = self.part.rows, warpgroup.rank()
         key = int32(first + rows * rank)
         latents = self.start(pipes, int32(0), gLatent, gRotary, gDescale, sequence, key, end, given)
         for j in range(n):
-            store_widened(subtile(pipes.latent.claim(j), rows, rank), latents)
+            place = subtile(pipes.latent.claim(j), rows, rank, self.own.cols, self.turn())
+            store_widened(place, latents, pipes.latent, j)
             wait_group()
             pipes.latent.publish(j)
             pipes.rotary.publish(j, fenced=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, viewed, warpgroup, zeros
+from ops import cluster, divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, viewed, warpgroup, zeros
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 
@@ -32,7 +32,9 @@ from .shape import LATENT, ROTARY
 
 STAGES, CONSUMERS = 2, 2  # tiles in shared memory; warpgroups that share out the output's columns
 PRODUCER = CONSUMERS
-BY_TMA, GATHERING, WIDENING = (56, 224), (72, 216), (104, 200)  # registers a thread of producer and consumers
+PAIR = 2  # blocks of a cluster that widen latents for each other
+BY_TMA, GATHERING = (56, 224), (72, 216)  # registers a thread of producer and consumers
+WIDENING = {1: (104, 200), PAIR: (88, 208)}  # the same, by blocks of a cluster
 PIECE = 16  # bytes that all addresses are multiples of
 
 
@@ -69,16 +71,20 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             for reach, cache, result in kinds:
                 yield Config(Same(of), reach, cache, result(of, PIECE))
             for reach, lies, result in of_rows:
-                yield gathered(of, False, reach, Rows(PIECE), result(of, PIECE))
-                yield gathered(of, True, reach, lies(PIECE), result(of, PIECE))
+                yield gathered(of, reach, Rows(PIECE), result(of, PIECE))
+                for blocks in (1, PAIR):
+                    yield widened(of, reach, lies(PIECE), result(of, PIECE), blocks)
 
 
-def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: Whole) -> Config:
-    """The configuration whose producer's warps gather rows, of fp8 if they are narrow."""
-    if narrow:
-        latents, rotated = st(BAND, LATENT, fp8e4m3, ROTARY), st(BAND, ROTARY, of)
-        return Config(Widened(of), reach, Narrow(cache, latents, sv(BAND, fp32), rotated), result)
+def gathered(of: dtype, reach: Reach, cache: Batches, result: Whole) -> Config:
+    """The configuration whose producer's warps gather rows."""
     return Config(Same(of), reach, Gathered(cache, st(KV // 2, LATENT, of)), result)
+
+
+def widened(of: dtype, reach: Reach, cache: Batches, result: Whole, blocks: int) -> Config:
+    """The same of rows of fp8. blocks: of a cluster, which has tiles of rows that lie one behind the other."""
+    latents, rotated = st(BAND, LATENT, fp8e4m3, ROTARY), st(BAND, ROTARY, of)
+    return Config(Widened(of), reach, Narrow(cache, latents, sv(BAND, fp32), rotated, blocks), result)
 
 
 class Pipes(NamedTuple):
@@ -98,9 +104,9 @@ class Pipes(NamedTuple):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     product, GIVEN, BAND, OWN = config.product, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
-    INPUT, TAKEN, WRITERS = product.wide, product.takes, config.cache.writers
+    INPUT, TAKEN, WRITERS, BLOCKS = product.wide, product.takes, config.cache.writers, config.cache.blocks
     K, R, WEIGHTS = st(KV, LATENT, TAKEN), st(KV, ROTARY, INPUT), st(BAND, KV, TAKEN)
-    KEEP, CLAIM = WIDENING if config.cache.ahead else GATHERING if WRITERS else BY_TMA
+    KEEP, CLAIM = WIDENING[BLOCKS] if config.cache.ahead else GATHERING if WRITERS else BY_TMA
     LATENTS, ROTARIES = config.cache.source(K), config.cache.source(R)
     Q, Q_ROTARY = rt(16, OWN, INPUT), rt(16, ROTARY, INPUT)
     O = rt(16, OWN, fp32)
@@ -112,7 +118,7 @@ def make(config: Config):
     smem = shared(
         q=st(BAND, LATENT, TAKEN),
         q_rotary=st(BAND, ROTARY, INPUT),
-        latent=ring(K, STAGES, CONSUMERS * WARPS, writers=WRITERS),
+        latent=ring(K, STAGES, CONSUMERS * WARPS, writers=WRITERS, blocks=BLOCKS),
         rotary=ring(R, STAGES + cache.ahead, CONSUMERS * WARPS, writers=WRITERS),
         even=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
         odd=ring(sv(BAND, fp32), 1, WARPS, writers=WARPS),
@@ -165,13 +171,19 @@ def make(config: Config):
         tops.publish(j // 2)
 
     @inlined
+    def values(j, pipes, me):
+        """The consumer's columns of tile j."""
+        tile = subtile(pipes.latent.wait(j), KV, 0, OWN, me)
+        return cluster.own(tile) if BLOCKS > 1 else tile
+
+    @inlined
     def taken(j, seen, pipes, tops, me, scale):
         """What has been seen with tile j, whose weights are the other's; in flight: O."""
         m = warpgroup.load(tops.wait(j // 2), O.col_vec)
         tops.release(j // 2)
         seen = seen.follow(m, scale)
-        values = subtile(pipes.latent.wait(j), KV, 0, OWN, me)
-        return warpgroup.mma_AB(seen.rescaled(), viewed(pipes.rotary.wait(j), WEIGHTS), values), seen
+        weights = viewed(pipes.rotary.wait(j), WEIGHTS)
+        return warpgroup.mma_AB(seen.rescaled(), weights, values(j, pipes, me)), seen
 
     @inlined
     def done(j, o, seen, pipes):
@@ -189,7 +201,7 @@ def make(config: Config):
             units = product.units(pipes, j)
             s = warpgroup.wait(scores(j, key, at.keys, units, pipes))
             p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
-            o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
+            o = warpgroup.mma_AB(seen.rescaled(), p, values(j, pipes, 0))
             hand_on(j, p, seen, pipes, pipes.even)
             seen = done(j, o, seen, pipes)
             if j + 1 < n:
@@ -209,7 +221,7 @@ def make(config: Config):
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
                 p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
                 seen = done(j, o, seen, pipes)
-                o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
+                o = warpgroup.mma_AB(seen.rescaled(), p, values(j + 1, pipes, 1))
                 hand_on(j + 1, p, seen, pipes, pipes.odd)
                 seen = done(j + 1, o, seen, pipes)
             else:
@@ -231,7 +243,8 @@ def make(config: Config):
         grid.wait()
         number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
         me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
-        first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
+        together = int32(row - BAND * (band % BLOCKS))  # blocks of a cluster see the same keys
+        first_token, last_token = int32(together // group), int32((min(together + BAND * BLOCKS, rows) - 1) // group)
         work = split.first(number, splits, sequences, tokens, given)
         sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
         first, end, inner = int32(KV * work.tile), sees.end, int32(sees.end - (last_token - first_token))
@@ -239,6 +252,8 @@ def make(config: Config):
         if me == PRODUCER:
             warpgroup.release_registers(KEEP)
             cache.bring(pipes, n, first, gLatent, gRotary, gDescale, work.sequence, end, given)
+            if BLOCKS > 1:
+                cluster.sync()
         else:
             warpgroup.claim_registers(CLAIM)
             mine = int32(row + 16 * warpgroup.rank())
@@ -259,5 +274,7 @@ def make(config: Config):
             result.store(seen.o / maximum(l, TINY), spot, int32(OWN * me), given)
             if me == 0:
                 result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
+            if BLOCKS > 1:
+                cluster.sync()
 
     return attend, smem

@@ -57,31 +57,25 @@ class Widened(Same):
 
     @property
     def takes(self) -> dtype:
-        """See Same."""
         return fp16
 
     def rings(self, stages: int, readers: int, writers: int) -> dict[str, ring]:
-        """See Same."""
         return {"units": ring(sv(KV, fp32), stages, readers, writers=writers)}
 
     @inlined
     def queries(self, x):
-        """See Same."""
         return fp16(x)
 
     @inlined
     def scores(self, q, q_rotary, latent, rotary, units):
-        """See Same."""
         return warpgroup.mma_ABt(warpgroup.wait(warpgroup.mm_ABt(q, latent)) * units, q_rotary, rotary)
 
     @inlined
     def units(self, pipes, j):
-        """See Same."""
         found = load(pipes.units.wait(j), UNITS)
         pipes.units.release(j)
         return found
 
     @inlined
     def weights(self, p, units):
-        """See Same."""
         return fp16(p * units)

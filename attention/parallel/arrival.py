@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..softmax.elsewhere import Seen
-from ..softmax.held import BLOCK
+from ..softmax.key_sources import BLOCK
+from ..softmax.remote_keys import Seen
 from .choice import ITEM
+from .gather_in_place import SERVED, before_it, seen_of
 from .orders import Span, Spans, count, places
-from .others import SERVED, before_it, seen_of
 from .pieces import Call
 
 MOST, LEAST = 4, 2**22  # copies of a span, and bytes of one: the first must come soon, and each takes the host some 10 us
@@ -33,7 +33,7 @@ class Copy(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Arrival:
     """What calls of a form have in common. most: rows of the longest share; rows: of others', that come; copies: in their
-    order. lengths, awaits, seen: see softmax.elsewhere."""
+    order. lengths, awaits, seen: see softmax.remote_keys."""
 
     most: int
     rows: int

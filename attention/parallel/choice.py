@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .heads import Heads
 from .orders import Span, Spans, count, runs
 from .pieces import Call
+from .ulysses import Heads
 
 ITEM = 2  # bytes of an element
 SHARE = 0.25  # of a GPU's memory that a scheme may take beyond its shards

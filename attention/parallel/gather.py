@@ -1,9 +1,9 @@
 """Scheme "gather": keys and values come to the queries, as far as these see them.
 
 Each query sees all its keys in one call, so out and lse are what one GPU gives, bit by bit, however many ranks there are.
-A rank's own keys stay where they are, if they can (others.py). Something is computed while keys are under way: of a window the
-queries that see their own rank's keys alone; of many keys the first heads', which come before the others; between ranks that
-map each other's memory what has come (arrival.py). Gradients of keys and values are
+A rank's own keys stay where they are, if they can (gather_in_place.py). Something is computed while keys are under way: of a
+window the queries that see their own rank's keys alone; of many keys the first heads', which come before the others; between
+ranks that map each other's memory what has come (arrival.py). Gradients of keys and values are
 added up in float32 at the rank whose queries they are of, and then, in the order of ranks, at the rank that has them."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 import attention
 
-from ..softmax import elsewhere
+from ..softmax import remote_keys
 from .arrival import Arrival, arrival_of
 from .choice import FULL, WORTH, first_heads, mostly_at_home
+from .gather_in_place import Others, adjacent
 from .gradients import Gradients
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
 from .orders import Span, Spans, count, places, runs
-from .others import Others, adjacent
 from .peers import Peers
 from .pieces import TILE, Call, Piece, nothing, sloped
 
@@ -55,7 +55,7 @@ class Gather:
         if arrival is not None:
             q, k, v = (x if adjacent(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             keys, values, arrived = self.peers.arrive(arrival, k, v)
-            return elsewhere.arriving(q, keys, values, arrival.lengths, k, v, arrived, arrival.awaits, arrival.seen)
+            return remote_keys.arriving(q, keys, values, arrival.lengths, k, v, arrived, arrival.awaits, arrival.seen)
         others = self._others(k, v, call)
         if others is not None and adjacent(q, k, v):
             return others.attend(self.peers, q, k, v)
@@ -109,7 +109,7 @@ class Gather:
         """How keys and values come while they are read; None: they are all waited for."""
         found = self.known.get("arrival", False)
         if found is False:
-            serves = call.plain and elsewhere.serves(q.device, *call.head_dims)
+            serves = call.plain and remote_keys.serves(q.device, *call.head_dims)
             found = arrival_of(self.peers.rank, self.queries, self.keys, q.shape[0], call) if serves else None
             self.known["arrival"] = found
         return found

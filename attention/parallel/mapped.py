@@ -40,20 +40,16 @@ class Mapped(Peers):
 
     @property
     def maps(self) -> bool:
-        """See Peers."""
         return self.memory.open
 
     @property
     def arrives(self) -> bool:
-        """See Peers."""
         return self.memory.by_engines and self.memory.open
 
     def arrive(self, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
-        """See Peers."""
         return self.memory.arriving(self.rank, arrival, k, v)
 
     def bring(self, routes: Sequence[tuple[Any, Way, Sequence[Any]]]) -> Pending:
-        """See Peers."""
         sizes = [_aligned(its.most, x) for x, its, _ in routes]
         self.memory.turn(sum(sizes))
         own, copies, at = [], [], 0

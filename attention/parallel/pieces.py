@@ -25,7 +25,7 @@ from tiles import inlined
 
 from ..softmax import ampere, hopper
 from ..softmax.algebra import slopes_of
-from ..softmax.python import known, named
+from ..softmax.python_functions import known, named
 from .orders import Span, Spans, merged
 
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # what asks where each query stands

@@ -29,8 +29,8 @@ from ..recurrent import delta_rule as delta
 from ..recurrent import linear as plain
 from ..recurrent import mamba2 as mamba
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
-from ..softmax.asked import differentiated
-from .agreed import agreed, check_ends, form_of, words_of
+from ..softmax.call_options import differentiated
+from .agreement import agreed, check_ends, form_of, words_of
 from .orders import Contiguous, Span, count
 from .parts import LEAST, Chain, Part
 from .peers import Peers, of_torch, one_of
@@ -221,12 +221,10 @@ class Linear(Recurrence):
     function = staticmethod(attention.linear)
 
     def map_shape(self, place: Part) -> Shape:
-        """See Recurrence."""
         k, v, decay = self.arrays[1], self.arrays[2], self.options.get("decay")
         return place.sequences, v.shape[2], k.shape[3] if decay is not None and decay.ndim == 4 else 1, 1
 
     def summary(self, place: Part) -> tuple[Any, Any]:
-        """See Recurrence."""
         decay, shape = self.options.get("decay"), self.map_shape(place)
         if decay is None:
             total = torch.zeros(shape, device=place.device)
@@ -254,7 +252,6 @@ class InSegments(Recurrence):
         return left
 
     def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
-        """See Recurrence."""
         if not len(place.span):
             nothing = self._nothing_done(place, begin)
             summary, m, left = _room(nothing[0].shape, self.as_states(nothing[1]).shape, place.device)
@@ -282,16 +279,13 @@ class LinearInSegments(InSegments, Linear):
         return k.shape[-1] <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
 
     def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        """See InSegments."""
         return plain.left_by_segments(*self.arrays, **self._told(place, "decay"))
 
     def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
-        """See InSegments."""
         q, k, v = self.arrays
         return plain.going_on(q, k, v, local, total, initial_state=state, **self._told(place, "decay", "scale"))
 
     def as_states(self, left: Any) -> Any:
-        """See InSegments."""
         return left.transpose(-1, -2)
 
 
@@ -301,7 +295,6 @@ class Delta(Recurrence):
     function = staticmethod(attention.delta_rule)
 
     def map_shape(self, place: Part) -> Shape:
-        """See Recurrence."""
         k, v = self.arrays[1], self.arrays[2]
         return place.sequences, v.shape[2], k.shape[3], k.shape[3]
 
@@ -353,7 +346,6 @@ class Delta(Recurrence):
         return place.forgotten(decay.float().clamp(min=LEAST) + norms.log())
 
     def compose(self, m: Any, state: Any) -> Any:
-        """See Recurrence."""
         return m @ state
 
 
@@ -364,11 +356,9 @@ class Mamba(Recurrence):
     before, after, values, whole = "initial_states", "return_final_states", 0, (2,)
 
     def map_shape(self, place: Part) -> Shape:
-        """See Recurrence."""
         return place.sequences, self.arrays[0].shape[2], 1, 1
 
     def left_shape(self, place: Part) -> Shape:
-        """See Recurrence."""
         x, B = self.arrays[0], self.arrays[3]
         return place.sequences, x.shape[2], x.shape[3], B.shape[3]
 
@@ -377,7 +367,6 @@ class Mamba(Recurrence):
         return 1
 
     def summary(self, place: Part) -> tuple[Any, Any]:
-        """See Recurrence."""
         _, dt, A, _, _ = self.arrays
         bias = self.options.get("dt_bias")
         steps = dt.float() if bias is None else dt.float() + bias.float()
@@ -395,11 +384,9 @@ class MambaInSegments(InSegments, Mamba):
         return B.shape[-1] <= SEGMENTED
 
     def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        """See InSegments."""
         return mamba.left_by_segments(*self.arrays, **self._told(place, "dt_bias", "dt_softplus"))
 
     def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
-        """See InSegments."""
         told = self._told(place, "D", "z", "dt_bias", "dt_softplus")
         x, dt, A, B, C = self.arrays
         return mamba.going_on(x, dt, A, B, C, local, total, initial_states=state, **told)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .agreed import agreed
+from .agreement import agreed
 from .moves import Cut, gathered_sums, move, way
 from .orders import Order, Span, order_of
 from .peers import Peers, one_of, peers_of

@@ -14,22 +14,22 @@ import torch
 import attention
 
 from ..options import flag
-from ..softmax.asked import differentiated
 from ..softmax.autograd import adjacent
 from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
+from ..softmax.call_options import differentiated
 from ..softmax.gradient import ONCE, flat, grouped
-from .agreed import PLAIN, agreed, check_ends, form_of, remembered, words_of
+from .agreement import PLAIN, agreed, check_ends, form_of, remembered, words_of
 from .choice import SCHEMES, SHARE, Choice, choose, least_turns, refusal, turns_of
 from .gather import Gather
+from .gather_in_order import InOrder
 from .gradients import Gradients
-from .heads import Heads, Shared, together
-from .in_order import InOrder
 from .moves import all_heads
 from .orders import Order, Span, Spans, count, order_of
 from .peers import Peers, of_torch, peers_of
 from .pieces import Call
 from .ring import Ring
+from .ulysses import Heads, Shared, together
 
 NORMS, WRITTEN = ("q_norm", "k_norm"), ("lse", "accumulate")  # of attention.forward's arguments; the latter are not served
 _AS_IT_IS = nullcontext()

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from .scores import Scored, ScoredIn, SlopedBy
-from .terms import Term, below, traced, written
+from .symbolic import Term, below, traced, written
 
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}

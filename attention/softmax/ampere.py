@@ -22,14 +22,14 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
-from .kind import Kind, in_pages
+from .base_config import BaseConfig, in_pages
 from .online import Softmax
-from .seen import CAUSAL, FULL
 from .variants import At, Variant
+from .visible_keys import CAUSAL, FULL
 
 
 @dataclass(frozen=True)
-class Config(Kind):
+class Config(BaseConfig):
     """A kernel's shape: warps of `band` query rows each, stages of the pipelines, blocks that a
     multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
 
@@ -86,7 +86,7 @@ def config_for(
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, in the shape of the greater one. kind: what else a Kind says."""
+    dims, in the shape of the greater one. kind: further fields of the Config."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     least = SHARED_BYTES if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
     shapes = SHAPES | ROOMS[least]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from tiles.arrays import Number
 
 from .scores import Biased, Capped, Scored, Sloped, SlopedBy, Sunk
-from .seen import CAUSAL, FULL, Left, Masked, Right
 from .variants import Both, Variant
+from .visible_keys import CAUSAL, FULL, Left, Masked, Right
 
 
 class Assembled(NamedTuple):

@@ -10,8 +10,8 @@ from torch._C._functorch import TransformType
 from tiles.arrays import Form, c_ordered
 from tiles.torch_op import DEVICES
 
-from .asked import differentiated
 from .backward import backward
+from .call_options import differentiated
 from .forward import FORWARD, forward
 from .forward import plain as without_options
 from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved

@@ -3,7 +3,7 @@
 Such lists name blocks of keys for each block of queries, in two lists: one of blocks in which a mask is asked, and one of those
 that are seen whole. Blocks of another size than a kernel's tiles, they become a map first, by the small kernel that `make`
 gives: a class for each, 0 for a block that is not listed. What a query sees then is a variant as any other, from which the
-lists of key blocks follow as from a mask in Python (blocks.py)."""
+lists of key blocks follow as from a mask in Python (key_block_lists.py)."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -60,7 +60,6 @@ class Blocked(Unforeseen):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         return where(self.classes(s, i, j, at, key) > 0, s, hidden)
 
@@ -73,7 +72,6 @@ class BlockedMask(Blocked):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         found = self.classes(s, i, j, at, key)
         seen = (found == WHOLE) | ((found == PARTIAL) & self.function(at.batch, at.head, i, j, *at.aux))

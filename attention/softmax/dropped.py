@@ -31,7 +31,6 @@ class Dropped(Variant):
 
     @inlined
     def drop(self, p, at, key):
-        """See Variant."""
         return where(self.drawn(p, at, key), 0.0, p)
 
     @inlined
@@ -43,12 +42,10 @@ class Dropped(Variant):
 
     @inlined
     def marked(self, p, at, key):
-        """See Variant."""
         return where(self.drawn(p, at, key), -p, p)
 
     @inlined
     def left(self, p):
-        """See Variant."""
         return maximum(p, 0.0)
 
     @inlined
@@ -58,7 +55,6 @@ class Dropped(Variant):
 
     @inlined
     def output(self, o, at):
-        """See Variant."""
         return o * at.given.per_kept
 
 
@@ -67,12 +63,10 @@ class DroppedAnew(Dropped):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dropped."""
         return {"dropped": INT, "per_kept": FLOAT, "seeds": ENDS}
 
     @inlined
     def keep(self, at):
-        """See Dropped."""
         seed = int64(at.given.seeds[0])
         return seed, seed >> 32
 

@@ -13,16 +13,16 @@ from tiles.torch_op import traced
 from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
 from .algebra import score_of
-from .asked import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, random_of, several
 from .assembled import assembled
 from .block_masks import BAND
+from .call_options import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, random_of, several
 from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, unit_of
 from .gradient import ONCE, gradient
-from .indexed import Asking, indexed
+from .index_checks import Asking, indexed
 from .launches import planned
 from .planning import as_window, bias_of, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
-from .python import named
-from .ready import BlockLists, Making
+from .prepared_lists import BlockLists, Making
+from .python_functions import named
 from .variants import Variant
 
 FORWARD = Schema(
@@ -350,7 +350,7 @@ def _variant(
     return_lse: bool,
     family: str | None,
 ) -> Plan:
-    """The same with variants; mask and score are the names that python.py knows functions by."""
+    """The same with variants; mask and score are the names that python_functions.py knows functions by."""
     check_extents(problem)
     more = parts_of(problem, norm_eps, dropout, seed_value)
     seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for

@@ -7,8 +7,8 @@ from tiles.arrays import ALIGNMENT
 from tiles.schema import Problem, Schema
 
 from ..options import number
-from .asked import OF_AUX, OF_BLOCKS
-from .units import BLOCK
+from .call_options import OF_AUX, OF_BLOCKS
+from .descales import BLOCK
 
 BLOCKED = 128  # columns of what has descales of blocks, at most
 DESCALES = "q_descale", "k_descale", "v_descale"

@@ -12,10 +12,10 @@ from typing import Any
 import attention
 
 from ..options import norm_parts
-from .asked import AUX
 from .block_masks import FIELDS
-from .python import known
-from .ready import BlockLists
+from .call_options import AUX
+from .prepared_lists import BlockLists
+from .python_functions import known
 
 NORMS = "q_norm", "k_norm"
 OF_NORMS = "q_norm", "q_norm_bias", "k_norm", "k_norm_bias"

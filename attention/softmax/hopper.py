@@ -20,13 +20,13 @@ from ops import divmod, persistent_tile, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from .held import BLOCK, Along, Apart, Arriving
-from .kind import Kind, in_pages
+from .base_config import BaseConfig, in_pages
+from .key_sources import BLOCK, Along, Apart, Arriving
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
-from .seen import CAUSAL, FULL
 from .sequences import Parts
 from .variants import At, Variant
+from .visible_keys import CAUSAL, FULL
 from .weights import InRegisters, InShared
 
 SHARED_BYTES = 227 * 1024
@@ -34,7 +34,7 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers
 
 
 @dataclass(frozen=True)
-class Config(Kind):
+class Config(BaseConfig):
     """A kernel's shape: consumers of 64 query rows each, stages of the rings of keys and values and of
     that of queries. persistent: a block a multiprocessor goes through many tiles and loads the next while it finishes one; else
     a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the place of its
@@ -133,7 +133,8 @@ def config_for(
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem in which queries see so many keys: the next larger dims of SHAPES, persistent
-    where tiles are short. kind: what else a Kind says. Parts of a sequence have the key blocks of the whole, for equal bits."""
+    where tiles are short. kind: further fields of the Config. Parts of a sequence have the key blocks of the whole, for equal
+    bits."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     parts = kind.get("lie") is Parts and not kind["axes"] and not kind["by_list"]
     if padded == wide and variant.computed and not variant.draws and (parts or not kind):

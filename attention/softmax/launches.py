@@ -11,26 +11,26 @@ from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step, nothing
 from tiles.schema import Problem
 
-from ..cache import narrowing
+from ..cache import quantize_kernels
 from ..families import choose, needs_hopper
-from . import ampere, block_masks, eight_bits, hopper, norms, turning
-from . import blocks as lists
+from . import ampere, block_masks, hopper, hopper_fp8, norms, transpose_values
+from . import key_block_lists as lists
 from .assembled import Assembled
 from .block_masks import Blocked
+from .descales import BLOCK, OfBlocks, OfHeads
 from .fp8 import of_blocks
 from .norms import Layer, Rms
 from .online import LOG2_E, SLACK
-from .ready import Listing, check, giving
+from .prepared_lists import Listing, check, giving
 from .scores import Biased, BiasedByTile
 from .sequences import Batched, InUse, Packed, PackedInUse, Parts
 from .tiling import band_of, even
-from .units import BLOCK, OfBlocks, OfHeads
 from .variants import Both, Variant
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
 ELEMENT = 2  # bytes of what TMA brings for each score
-Shape = hopper.Config | ampere.Config | eight_bits.Config
-KERNELS = {hopper.Config: hopper, ampere.Config: ampere, eight_bits.Config: eight_bits}
+Shape = hopper.Config | ampere.Config | hopper_fp8.Config
+KERNELS = {hopper.Config: hopper, ampere.Config: ampere, hopper_fp8.Config: hopper_fp8}
 
 
 class Before:
@@ -56,27 +56,27 @@ class Before:
         problem, narrow = self.problem, self.problem[name]
         if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
             return narrow
-        if machine(problem.device).capability < narrowing.FP8:
+        if machine(problem.device).capability < quantize_kernels.FP8:
             raise ValueError(
                 f"{name}: fp8 takes a GPU of compute capability 8.9 or later; it lies on {machine(problem.device)}"
             )
         batch, rows, heads, columns = narrow.form.shape
-        found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // narrowing.ROWS)
-        grid = -(-batch * heads * count // narrowing.WARPS), -(-columns // narrowing.COLUMNS), 1
-        config = narrowing.Config("widen", DTYPES[problem.dtype], False)
+        found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
+        grid = -(-batch * heads * count // quantize_kernels.WARPS), -(-columns // quantize_kernels.COLUMNS), 1
+        config = quantize_kernels.Config("widen", DTYPES[problem.dtype], False)
         descale = over(problem, f"{name}_descale", "BG")
-        step = kernel_for(narrowing, config, problem.device)
+        step = kernel_for(quantize_kernels, config, problem.device)
         told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
         self.steps.append(step.bind(grid, **told))
         return found
 
     def turned(self, values: Operand) -> Operand:
-        """V of fp8, its keys as columns: see turning.py."""
+        """V of fp8, its keys as columns: see transpose_values.py."""
         batch, rows, heads, columns = values.form.shape
-        blocks = -(-rows // turning.KEYS)
-        found = self.memory((batch, heads, columns, turning.KEYS * blocks), values.form.dtype)
-        config = turning.Config(eight_bits.padded_dim(columns))
-        self.launch(turning, config, batch * heads * blocks, gV=values, gTurned=found, blocks=blocks, heads=heads)
+        blocks = -(-rows // transpose_values.KEYS)
+        found = self.memory((batch, heads, columns, transpose_values.KEYS * blocks), values.form.dtype)
+        config = transpose_values.Config(hopper_fp8.padded_dim(columns))
+        self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTurned=found, blocks=blocks, heads=heads)
         return found
 
     def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
@@ -191,7 +191,7 @@ def planned(
             return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
         given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
     keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
-    if isinstance(config, eight_bits.Config) and config.turned.before:
+    if isinstance(config, hopper_fp8.Config) and config.turned.before:
         values = before.turned(values)
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
@@ -210,16 +210,17 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
 
 
 def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:
-    """The configuration that serves an assembled variant, of Hopper's kernels or the others. kind: what else a Kind says."""
+    """The configuration that serves an assembled variant, of Hopper's kernels or the others. kind: further fields of the
+    Config."""
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
         blocked = of_blocks(problem)
-        units = OfBlocks("v_descale" in blocked, "k_descale" in problem) if blocked else eight_bits.HEADS
+        units = OfBlocks("v_descale" in blocked, "k_descale" in problem) if blocked else hopper_fp8.HEADS
         batch, q_len, heads, kv_heads = problem("BSHG")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
-        before = eight_bits.pays_to_turn(eight_bits.padded_dim(head_dim, value_dim), *load)
-        return eight_bits.config_for(head_dim, made.variant, value_dim, units, kv_len, before, **kind)
+        before = hopper_fp8.pays_to_turn(hopper_fp8.padded_dim(head_dim, value_dim), *load)
+        return hopper_fp8.config_for(head_dim, made.variant, value_dim, units, kv_len, before, **kind)
     if tma:
         return hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
@@ -250,7 +251,7 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
     alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
     uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
-    if isinstance(config, eight_bits.Config):
+    if isinstance(config, hopper_fp8.Config):
         told |= {f"g{name.upper()}Unit": unit_of(problem, name, config.units) for name in "qkv"}
     else:
         told["slack"] = SLACK / (made.unit * LOG2_E)
@@ -268,7 +269,7 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
 
 
 def unit_of(problem: Problem, name: str, units: OfHeads) -> Operand | None:
-    """What kernels are told of the descale of q, k or v: see units.py."""
+    """What kernels are told of the descale of q, k or v: see descales.py."""
     which = f"{name}_descale"
     if which not in problem or not units.by_block or (name == "v" and len(problem.axes(which)) < 3):
         return over(problem, which, "NG")

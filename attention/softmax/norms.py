@@ -63,14 +63,12 @@ class Layer(Rms):
 
     @inlined
     def of_rows(self, x, given):
-        """See Rms."""
         mean = row_sum(x) / given.columns
         centred = right_fill(x - mean, given.columns, 0.0)
         return mean, rsqrt(row_sum(centred * centred) / given.columns + given.norm_eps)
 
     @inlined
     def part(self, x, of_rows, head, col, given):
-        """See Rms."""
         mean, scale = of_rows
         weights = self.columns(given.norm_weights, x, head, col)
         return (x - mean) * scale * weights + self.columns(given.norm_bias, x, head, col)
@@ -90,17 +88,14 @@ class Normed(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant."""
         return self.norm.given
 
     @inlined
     def of_queries(self, x, at):
-        """See Variant."""
         return self.norm.of_rows(x, at.given)
 
     @inlined
     def queries(self, x, of_queries, at, col):
-        """See Variant."""
         return self.norm.part(x, of_queries, at.head, col, at.given)
 
 

@@ -1,4 +1,4 @@
-"""How a tile's output leaves the multiprocessor: objects with the same methods, one a way."""
+"""How the output of a tile is written: an object for each way, with the same methods."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from tiles.arguments import array, tiled
 
 @static
 class Stored:
-    """By the consumers, 16 bytes a lane; the queries' place is free once the last scores are made. apart: what lies behind a
-    sequence's last query belongs to nobody."""
+    """Written by the consumers, 16 bytes a lane. The slot of the queries is free once the last scores are computed. apart: rows
+    behind a sequence's last query belong to no other sequence."""
 
     apart: bool
 
@@ -64,12 +64,10 @@ class Unrounded(Stored):
     """The same in float32, for who goes on adding."""
 
     def declared(self, value_dim: int, of: dtype) -> Any:
-        """See Stored."""
         return array(4, fp32)
 
     @inlined
     def write(self, gO, o, at):
-        """See Stored."""
         warpgroup.store(gO, o, at, rows=1, cols=3)
 
 
@@ -95,7 +93,6 @@ class Sent(Stored):
 
     @inlined
     def store(self, gO, o, queries, own, row, head):
-        """See Stored."""
         warpgroup.store(queries, queries.dtype(o))
         warpgroup.tma_store(gO, (own.batch, own.query + row, head), queries)
 

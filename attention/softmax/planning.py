@@ -7,13 +7,13 @@ from tiles.schema import Problem
 
 from ..options import SCALES
 from .algebra import ends_of_mask, least
-from .asked import AUX
 from .block_masks import FIELDS, Blocked, BlockedMask
+from .call_options import AUX
 from .dropped import Dropped, DroppedAnew, numbers_of
 from .launches import norm_of
 from .norms import Normed
-from .python import evaluated, known, reads
-from .ready import Listing
+from .prepared_lists import Listing
+from .python_functions import evaluated, known, reads
 from .scores import Biased, BiasedByKey
 from .variants import Variant
 

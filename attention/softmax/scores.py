@@ -29,7 +29,6 @@ class Capped(Variant):
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         return tanh(s * at.given.per_cap)
 
     @inlined
@@ -65,7 +64,6 @@ class Sloped(Variant):
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         if self.by_rows:
             return s + col_index(s.row_vec) * at.kept
         elif self.ordered:
@@ -75,17 +73,14 @@ class Sloped(Variant):
 
     @inlined
     def bent(self, s, at, key):
-        """See Variant."""
         return (s if self.adds else self.score(s, at, key)), 1.0
 
     @inlined
     def added(self, s, at, key, scale):
-        """See Variant."""
         return col_index(s.row_vec) * (at.kept * scale)
 
     @inlined
     def below(self, s, at, key):
-        """See Variant."""
         if self.by_rows:
             return self.place(s, at, key) * at.kept
         else:
@@ -119,7 +114,6 @@ class SlopedBy(Sloped):
 
     @inlined
     def keep(self, at):
-        """See Variant."""
         return self.slope(at.batch, at.head, *at.aux) * at.given.per_slope
 
     @inlined
@@ -150,17 +144,14 @@ class Biased(Variant):
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         return s + self.added(s, at, key, 1.0)
 
     @inlined
     def bent(self, s, at, key):
-        """See Variant."""
         return (s if self.adds else self.score(s, at, key)), 1.0
 
     @inlined
     def added(self, s, at, key, scale):
-        """See Variant."""
         at_bias, unit = (at.batch, at.head, at.row, int32(key)), at.given.per_bias * scale
         return load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
 
@@ -176,24 +167,21 @@ class BiasedByKey(Biased):
 
     @inlined
     def fetch(self, spec, at, key):
-        """See Variant."""
         at_bias = at.batch, at.head, int32(0), int32(key)
         return load(at.given.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * at.given.per_bias
 
     @inlined
     def score_by(self, s, fetched, at, key):
-        """See Variant."""
         return s + fetched
 
     @inlined
     def added(self, s, at, key, scale):
-        """See Variant."""
         return self.fetch(rt(s.rows, s.cols, fp32, s.layout), at, key) * scale
 
 
 @static
 class BiasedByTile(Biased):
-    """The same of tiles that TMA brings: given.bias is the consumer's part, in registers (brought.py)."""
+    """The same of tiles that TMA brings: given.bias is the consumer's part, in registers (bias_tiles.py)."""
 
     loads, lean = False, True
 
@@ -206,12 +194,10 @@ class BiasedByTile(Biased):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant."""
         return {"per_bias": FLOAT}
 
     @inlined
     def added(self, s, at, key, scale):
-        """See Variant."""
         return fp32(at.given.bias) * (at.given.per_bias * scale)
 
 
@@ -235,7 +221,6 @@ class Scored(Variant):
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         return self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
 
@@ -248,7 +233,6 @@ class ScoredIn(Scored):
     factor: float
 
     def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """See Scored."""
         return {"score_unit": unit * self.factor}, self.unit
 
 
@@ -269,14 +253,12 @@ class ScoredBack(Scored):
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         s = self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
         return where(i < at.queries, s, -math.inf)
 
     @inlined
     def bent(self, s, at, key):
-        """See Variant."""
         i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
         s, slope = self.both(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
@@ -301,5 +283,4 @@ class Sunk(Variant):
 
     @inlined
     def total(self, l, m, scale, at):
-        """See Variant."""
         return l + exp2((at.given.sinks[at.head] * at.given.per_sink - m) * scale)

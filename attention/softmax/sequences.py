@@ -114,14 +114,12 @@ class InUse(Batched):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Batched."""
         return {"q_len": INT, "lengths": ENDS}
 
     apart = False
 
     @inlined
     def sequence(self, batch, given):
-        """See Batched."""
         return Sequence(batch, int32(0), given.q_len, int32(0), int32(given.lengths[batch]))
 
 
@@ -131,19 +129,16 @@ class Parts(InUse):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Batched."""
         return {"q_len": INT, "lengths": ENDS, "parts": INT}
 
     @inlined
     def find(self, block, pair, heads, given):
-        """See Batched."""
         batch, head = divmod(pair, heads)
         part, block = divmod(block, (given.q_len + self.rows - 1) // self.rows)
         return int32(block), int32(given.parts * batch + part), head
 
     @inlined
     def sequence(self, batch, given):
-        """See Batched."""
         place, part = divmod(batch, given.parts)
         return Sequence(place, int32(given.q_len * part), given.q_len, int32(0), int32(given.lengths[batch]))
 
@@ -156,7 +151,6 @@ class Packed(Batched):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Batched."""
         return {"ends": ENDS, "ends_k": ENDS}
 
     apart = False
@@ -164,45 +158,37 @@ class Packed(Batched):
 
     @inlined
     def find(self, block, pair, heads, given):
-        """See Batched."""
         low = _sequence_of(block, given.ends, self.rows)
         return int32(block - given.ends[low] // self.rows - low), low, pair
 
     @inlined
     def find_keys(self, block, pair, heads, rows, given):
-        """See Batched."""
         low = _sequence_of(block, given.ends_k, rows)
         return int32(block - given.ends_k[low] // rows - low), low, pair
 
     @inlined
     def has(self, block, batch, given):
-        """See Batched."""
         return self.rows * block < given.ends[batch + 1] - given.ends[batch]
 
     @inlined
     def sequence(self, batch, given):
-        """See Batched."""
         query, key = int32(given.ends[batch]), int32(given.ends_k[batch])
         return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), key, int32(given.ends_k[batch + 1] - key))
 
     @inlined
     def has_keys(self, key, batch, given):
-        """See Batched."""
         return key < given.ends_k[batch + 1] - given.ends_k[batch]
 
     @inlined
     def first_tile(self, batch, given):
-        """See Batched."""
         return int32(given.ends[batch] // self.rows + batch)
 
     @inlined
     def begins(self, first, tile, rows):
-        """See Batched."""
         return first + rows * tile
 
     @inlined
     def last_key(self, batch, given):
-        """See Batched."""
         return int32(given.ends_k[batch + 1])
 
 
@@ -211,12 +197,10 @@ class PackedInUse(Packed):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Batched."""
         return {"ends": ENDS, "ends_k": ENDS, "lengths": ENDS}
 
     @inlined
     def sequence(self, batch, given):
-        """See Batched."""
         query = int32(given.ends[batch])
         queries = int32(given.ends[batch + 1] - query)
         return Sequence(int32(0), query, queries, int32(given.ends_k[batch]), int32(given.lengths[batch]))
@@ -228,12 +212,10 @@ class Cached(InUse):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Batched."""
         return {"q_len": INT, "leftpad": ENDS, **GROWING}
 
     @inlined
     def sequence(self, batch, given):
-        """See Batched."""
         first, end = _counting(batch, given)
         return Sequence(batch, int32(0), given.q_len, first, int32(end - first))
 
@@ -243,12 +225,10 @@ class PackedCached(Packed):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Batched."""
         return {"ends": ENDS, "leftpad": ENDS, **GROWING}
 
     @inlined
     def sequence(self, batch, given):
-        """See Batched."""
         query, (first, end) = int32(given.ends[batch]), _counting(batch, given)
         return Sequence(int32(0), query, int32(given.ends[batch + 1] - query), first, int32(end - first))
 

@@ -103,7 +103,8 @@ class Tiling:
     @inlined
     def key(self, blocks, i, at):
         """The first key of the i-th block to be worked on: those that the mask cuts, from the last one on, and then the others,
-        from the last one on. A list of blocks (blocks.py) has the same order, so that a mask in Python gives the same bits."""
+        from the last one on. A list of blocks (key_block_lists.py) has the same order, so that a mask in Python gives the same
+        bits."""
         if self.variant.from_first:
             return int32((blocks.n - 1 - i) * self.kv)
         else:

@@ -1,5 +1,5 @@
-"""What an attention makes of its scores, as objects: which keys a query sees (seen.py), what becomes of a score and what joins
-their sum (scores.py), what becomes of queries and weights (norms.py, dropped.py).
+"""What an attention makes of its scores, as objects: which keys a query sees (visible_keys.py), what becomes of a score and
+what joins their sum (scores.py), what becomes of queries and weights (norms.py, dropped.py).
 
     Both(Causal(), Left())                      # a causal window
     Both(Causal(), Capped())                    # tanh of every score
@@ -61,27 +61,30 @@ def arrays_of(axes: Sequence[int]) -> Record:
 
 @static
 class Variant:
-    """Every query sees every key, and scores are what they are."""
+    """Every query sees every key, and scores stay as they are. The attributes below are what kernels and planners ask of a
+    variant."""
 
     everything = True  # do all queries see all keys?
     from_first = True  # do all queries see the first key?
     rising = False  # do later queries see more keys?
-    scored = False  # does it make something of scores, which takes time?
-    measures = False  # does it take scores in units of the softmax's scale, and no others?
-    computed = True  # which keys are seen, is that computed from places alone?
-    by_rows = False  # is anything subtracted from all of a row's scores?
-    within = False  # is a key that a query sees always one of those that there are?
+    scored = False  # does it change scores, which takes time?
+    measures = False  # does it take scores in units of the softmax's scale only?
+    computed = True  # does which keys are seen follow from positions alone?
+    by_rows = False  # is anything subtracted from all scores of a row?
+    within = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
     plain = False  # do tiles take as long as in plain or causal attention?
-    draws = False  # does it need many registers, to draw random numbers?
-    lean = True  # do gradients of narrow heads go the way of plain ones (backward/apart.py), which has few registers left?
+    draws = False  # does it draw random numbers, which takes many registers?
+    lean = (
+        True  # do gradients of narrow heads go the way of plain ones (backward/hopper_narrow.py), which has few registers left?
+    )
     loads = False  # does it read a number for each score, which takes as many registers?
-    fetches = False  # and if so, a number for each column alone, while products run?
-    brings = None  # does TMA bring what it reads for each score (brought.py), and of which dtype?
-    prepares = False  # does something become of the queries, before the scores?
-    adds = False  # does it add to scores what may wait until weights are found: `added`?
-    folds = True  # the same of heads of 128 columns (backward/folded.py)?
-    light = True  # and of wide heads (backward/wide.py)?
-    bends = False  # is a score's derivative, by what it was made of, other than 1?
+    fetches = False  # if so, does it read only one number for each column, while products run?
+    brings = None  # does TMA bring what it reads for each score (bias_tiles.py), and of which dtype?
+    prepares = False  # does it change the queries, before the scores?
+    adds = False  # does it add to scores something that can be added later, when weights are found (`added`)?
+    folds = True  # the same of heads of 128 columns (backward/hopper_folded.py)?
+    light = True  # and of wide heads (backward/hopper_wide.py)?
+    bends = False  # is the derivative of a changed score by the original one other than 1?
 
     def __str__(self):
         return type(self).__name__.lower()
@@ -93,22 +96,23 @@ class Variant:
 
     @inlined
     def of_queries(self, x, at):
-        """What `queries` must know of a tile's whole rows."""
+        """What `queries` must know of whole rows of a tile of queries."""
         return None
 
     @inlined
     def queries(self, x, of_queries, at, col):
-        """What becomes of some columns of a tile of queries, from column `col` on."""
+        """Some columns of a tile of queries, from column `col` on, as the variant changes them."""
         return x
 
     @inlined
     def ahead(self, spec, col, given):
-        """What `queries_by` needs of memory for some columns, a vector `spec`: asked for before the queries are here."""
+        """What `queries_by` reads from memory for some columns, a vector of type `spec`. It is loaded before the queries
+        arrive."""
         return 0
 
     @inlined
     def queries_by(self, x, of_queries, ahead, at, col):
-        """queries(x, of_queries, at, col), of what was asked for ahead."""
+        """queries(x, of_queries, at, col), with what was loaded ahead."""
         return self.queries(x, of_queries, at, col)
 
     @inlined
@@ -123,62 +127,62 @@ class Variant:
 
     @inlined
     def keep(self, at):
-        """What is read of memory once a tile, not once a block of keys: at.kept."""
+        """What is read from memory once for a tile, and not once for each block of keys; it becomes at.kept."""
         return 0
 
     @inlined
     def score(self, s, at, key):
-        """What becomes of a tile of scores, whose first key is `key`."""
+        """A tile of scores, whose first key is `key`, as the variant changes them."""
         return s
 
     @inlined
     def fetch(self, spec, at, key):
-        """What `score_by` needs of memory for a tile of scores, which is a `spec`: asked for while products run."""
+        """What `score_by` reads from memory for a tile of scores of type `spec`. It is loaded while products run."""
         return 0
 
     @inlined
     def score_by(self, s, fetched, at, key):
-        """score(s, at, key), of what was fetched."""
+        """score(s, at, key), with what was fetched."""
         return self.score(s, at, key)
 
     @inlined
     def bent(self, s, at, key):
-        """(score(s, at, key) but for what is `added` late, its derivative by s in units of what s counts)."""
+        """(score(s, at, key) without what is `added` later, its derivative by s, both in the units of s)."""
         return self.score(s, at, key), 1.0
 
     @inlined
     def added(self, s, at, key, scale):
-        """What a variant that adds late adds to scores s, times `scale`: a vector, a number for each key, or a tile."""
+        """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile."""
         return 0.0
 
     @inlined
     def below(self, s, at, key):
-        """What is to be subtracted from all of a row's scores s besides, a vector; None if nothing is."""
+        """What must also be subtracted from all scores s of a row, as a vector; None if there is nothing."""
         return None
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """`hidden` for those that are not seen."""
+        """The scores, with `hidden` in place of those that are not seen."""
         return s
 
     @inlined
     def drop(self, p, at, key):
-        """What is left of a tile of weights, whose first key is `key`, once they are in the sum."""
+        """A tile of weights, whose first key is `key`, without those that are dropped. The sum has counted all of them."""
         return p
 
     @inlined
     def output(self, o, at):
-        """What becomes of their mean of the values."""
+        """The output, given the weighted mean of the values."""
         return o
 
     @inlined
     def marked(self, p, at, key):
-        """A tile of weights, whose first key is `key`, where those that are dropped have a sign: for gradients."""
+        """For gradients: a tile of weights, whose first key is `key`, in which those that are dropped have a negative sign."""
         return p
 
     @inlined
     def left(self, p):
-        """What is left of marked weights."""
+        """Marked weights without those that are dropped."""
         return p
 
     @inlined
@@ -199,26 +203,24 @@ class Variant:
 
 @static
 class Unforeseen(Variant):
-    """Which keys a query sees nobody knows before something is asked, as a function or a map."""
+    """Which keys a query sees does not follow from positions: a function or a map must be asked."""
 
     everything = False
     computed = False
-    rising = True  # of most masks it is true
+    rising = True  # it is true of most masks
 
     @inlined
     def keys(self, first, last, at):
-        """See Variant."""
         return Keys(0, at.keys, at.keys, 0)
 
     @inlined
     def seers(self, first, last, at):
-        """See Variant."""
         return Queries(0, at.queries, at.queries, 0)
 
 
 @static
 class Both(Variant):
-    """One and then another: a query sees what both let it see."""
+    """One variant and then another. A query sees the keys that both let it see."""
 
     one: Variant
     other: Variant
@@ -228,7 +230,6 @@ class Both(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant."""
         return self.one.given | self.other.given
 
     @property
@@ -246,7 +247,6 @@ class Both(Variant):
 
     @inlined
     def queries(self, x, of_queries, at, col):
-        """See Variant."""
         if self.one.prepares:
             return self.one.queries(x, of_queries, at, col)
         else:
@@ -254,7 +254,6 @@ class Both(Variant):
 
     @inlined
     def ahead(self, spec, col, given):
-        """See Variant."""
         if self.one.prepares:
             return self.one.ahead(spec, col, given)
         else:
@@ -262,7 +261,6 @@ class Both(Variant):
 
     @inlined
     def queries_by(self, x, of_queries, ahead, at, col):
-        """See Variant."""
         if self.one.prepares:
             return self.one.queries_by(x, of_queries, ahead, at, col)
         else:
@@ -270,7 +268,6 @@ class Both(Variant):
 
     @inlined
     def keys(self, first, last, at):
-        """See Variant."""
         one, other = self.one.keys(first, last, at), self.other.keys(first, last, at)
         return Keys(
             max(one.first, other.first),
@@ -281,7 +278,6 @@ class Both(Variant):
 
     @inlined
     def seers(self, first, last, at):
-        """See Variant."""
         one, other = self.one.seers(first, last, at), self.other.seers(first, last, at)
         return Queries(
             max(one.first, other.first),
@@ -292,29 +288,24 @@ class Both(Variant):
 
     @inlined
     def keep(self, at):
-        """See Variant."""
         return self.one.keep(at), self.other.keep(at)
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         s = self.one.score(s, at._replace(kept=at.kept[0]), key)
         return self.other.score(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def fetch(self, spec, at, key):
-        """See Variant."""
         return self.one.fetch(spec, at, key), self.other.fetch(spec, at, key)
 
     @inlined
     def score_by(self, s, fetched, at, key):
-        """See Variant."""
         s = self.one.score_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
         return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
 
     @inlined
     def bent(self, s, at, key):
-        """See Variant."""
         s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
         s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
         if self.one.bends and self.other.bends:
@@ -326,7 +317,6 @@ class Both(Variant):
 
     @inlined
     def added(self, s, at, key, scale):
-        """See Variant."""
         if self.one.adds and self.other.adds:
             one = self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
             return one + self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
@@ -345,29 +335,24 @@ class Both(Variant):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         return self.other.mask(self.one.mask(s, at, key, hidden), at, key, hidden)
 
     @inlined
     def drop(self, p, at, key):
-        """See Variant."""
         p = self.one.drop(p, at._replace(kept=at.kept[0]), key)
         return self.other.drop(p, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def output(self, o, at):
-        """See Variant."""
         return self.other.output(self.one.output(o, at), at)
 
     @inlined
     def marked(self, p, at, key):
-        """See Variant."""
         p = self.one.marked(p, at._replace(kept=at.kept[0]), key)
         return self.other.marked(p, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def left(self, p):
-        """See Variant."""
         return self.other.left(self.one.left(p))
 
     @inlined
@@ -380,17 +365,15 @@ class Both(Variant):
 
     @inlined
     def lowest(self, at):
-        """See Variant."""
         return maximum(self.one.lowest(at), self.other.lowest(at))
 
     @inlined
     def total(self, l, m, scale, at):
-        """See Variant."""
         return self.other.total(self.one.total(l, m, scale, at), m, scale, at)
 
 
 def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
-    """What is true of both parts if it is of `all` or of `any`."""
+    """An attribute that is true of both parts together if it is true of `all`, or of `any`, of them."""
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 

@@ -35,18 +35,15 @@ class InShared(InRegisters):
     """The same in shared memory."""
 
     def memory(self, rows: int, keys: int) -> dict[str, st]:
-        """See InRegisters."""
         return {"weights": st(rows, keys, self.dtype)}
 
     @inlined
     def opened(self, items: Any) -> Any:
-        """See InRegisters."""
         q, k, v, room, tiles = items
         return q, k, v, tiles, room
 
     @inlined
     def handed(self, p, room, consumer):
-        """See InRegisters."""
         mine = subtile(room, ROWS, consumer)
         warpgroup.store(mine, self.dtype(p))
         warpgroup.sync()

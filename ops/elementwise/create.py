@@ -3,8 +3,8 @@
 import numpy as np
 
 from tiles.dtypes import bf16, fp16, fp32
+from tiles.numba_types import Static
 from tiles.op import lowers, number, op
-from tiles.plumbing import Static
 from tiles.types import rt, rv
 
 EXACT = {fp32: 2**24, fp16: 2**11, bf16: 2**8}  # up to here a dtype holds every integer

@@ -12,7 +12,7 @@ A pending accumulator may be handed to the next `mma_*` (the tensor cores keep t
     acc = warpgroup.wait(acc)
 
 A in registers is read until then, too. A loop that makes the next A before it waits for the product of the last one writes the
-registers that this one reads: compiling warns of it (tiles/overwritten.py).
+registers that this one reads: compiling warns of it (tiles/wgmma_overwrites.py).
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ from tiles import layout, ptx
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32, tf32
 from tiles.interpreter import here, span
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 from tiles.types import pending, rt
 from tiles.values import Pending
 

@@ -16,8 +16,8 @@ from tiles import layout, ptx
 from tiles.dtypes import fp8e4m3, fp32
 from tiles.interpreter import here
 from tiles.layout import WARPGROUP
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 from tiles.types import rt, st
 
 from ..elementwise.convert import halves_of

@@ -14,8 +14,8 @@ tile by tile. Rows may lie in pages:
 
 from tiles import cp_async, ptx
 from tiles.interpreter import here
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 from tiles.types import st, sv
 
 

@@ -16,8 +16,8 @@ from tiles import ptx
 from tiles.builder import i64
 from tiles.interpreter import Touched, here, note
 from tiles.layout import LANES
+from tiles.numba_types import void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import void
 from tiles.ring import elected
 
 from .shared_tiles import said

@@ -9,8 +9,8 @@ from numba.cuda import types
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import Touched, note, recording
+from tiles.numba_types import SCALARS, spec_of
 from tiles.op import integer, lowers
-from tiles.plumbing import SCALARS, spec_of
 from tiles.types import rt, rv
 from tiles.values import Tile
 

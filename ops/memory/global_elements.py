@@ -12,8 +12,8 @@ from numba.cuda import types
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import here
+from tiles.numba_types import CAPTURED, SCALARS
 from tiles.op import integer, lowers, op
-from tiles.plumbing import CAPTURED, SCALARS
 from tiles.types import rt, rv
 
 from .shared_tiles import bytes_of, joined, said, shifts

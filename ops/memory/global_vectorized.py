@@ -1,137 +1,46 @@
-"""Register tiles to and from global arrays, by accesses of 16 bytes a lane; or, if a kernel says so, of 4 or twice 2.
+"""Register tiles to and from global arrays, by accesses of 16 bytes a lane; if a kernel promises less, of 4 or twice 2.
 
-Whether 16 bytes can go at once only run time says, unless the kernel promises it: the warp looks, and what the array does not
-allow goes word by word, in a loop of four rounds. Of the four words that an access takes a lane moves one a round, element by
-element: as many are on their way at a time as there are accesses, and the code is short. The looking costs some ten
-instructions.
+Unless the kernel promises it, only the run shows whether an array can be accessed 16 bytes at a time. So the warp checks, in
+some ten instructions, and otherwise moves the tile word by word, in a loop of four rounds: in each round a lane moves one of
+the four words of each of its accesses, element by element. So the code is short, and as many loads are in flight as there are
+accesses.
 
-A lane of an accumulator holds pairs of neighbouring columns (runs of four if they are bytes). The lanes of a quad hold a row
-between them, in sections of eight columns (of bytes sixteen), and exchange pairs so that each ends up with 16 bytes that lie
-side by side:
-
-    2 bytes an element          before: columns 2t, 2t+1 of each of four sections             lane t of the quad
-                                after:  all eight columns of section t
-    2 bytes, 16, 48, .. columns before: columns 2t, 2t+1 of two sections, of two rows 8 apart
-                                after:  section t % 2 of the first row if t < 2, else of the second
-    1 byte                      as with 2, in sections of sixteen columns
-    4 bytes                     before: columns 2t, 2t+1 of each of two sections
-                                after:  four columns of section t % 2, the first four if t < 2
-
-The exchange is its own inverse: a load brings 16 bytes that lie side by side, and makes a lane's pairs of them. Where the order
-of columns is of no concern (unordered.py), what lies side by side stays with its lane, and what goes word by word is exchanged.
+No lane of an accumulator holds 16 bytes of a row side by side: the lanes of a quad exchange words first (quad_exchange.py).
 """
 
 import itertools
 from dataclasses import dataclass, replace
 
-import numpy as np
 from llvmlite import ir
 
 from tiles import ptx
 from tiles.builder import f32, i32, i64
-from tiles.dtypes import bf16, dtype
-from tiles.layout import row_vec_element
-from tiles.plumbing import SCALARS
+from tiles.dtypes import bf16
+from tiles.numba_types import SCALARS
 from tiles.types import rt, rv
 
 from .global_elements import GUARD, LOAD, STORE
+from .quad_exchange import (
+    ELEMENT,
+    EXCHANGES,
+    HALF,
+    NARROW,
+    PROMISED,
+    QUAD,
+    WIDE,
+    Row,
+    access_bytes,
+    as_held,
+    coordinates_of,
+    exchange_for,
+    words_of,
+)
 from .shared_tiles import joined
-
-QUAD, HALF = 4, 8  # lanes; rows from one that a quad has to its next
-WIDE, NARROW, ELEMENT = 16, 4, 2  # bytes of an access by a lane
-PROMISED = {16: WIDE, 8: NARROW, 4: NARROW, 2: ELEMENT}  # bytes that addresses are multiples of: what a store can do
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """How lanes of a quad exchange words of 4 bytes. `sections` of `width` columns each go together, of `lines` rows 8 apart;
-    each lane has 4 / sections / lines words of each. stages: a bit of the lane's number, and pairs of words, of each of which a
-    lane keeps one, by that bit. column: how many columns to the right each of the two bits of the lane's number moves its
-    access; row: how many rows down the second does."""
-
-    sections: int
-    stages: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    column: tuple[int, int]
-    row: int = 0
-    width: int = 8
-
-    @property
-    def lines(self):
-        """Rows that go together."""
-        return 2 if self.row else 1
-
-    @property
-    def columns(self):
-        """Of a row, all sections together."""
-        return self.width * self.sections
-
-    def __call__(self, b, words):
-        """The lane's words after the exchange: from pairs to words that lie side by side, or back."""
-        words, lane = list(words), b.lane()
-        for bit, pairs in self.stages:
-            odd = b.icmp_unsigned("!=", b.and_(lane, b.u32(bit)), b.u32(0))
-            for low, high in pairs:
-                got = ptx.shuffle_xor(b, b.select(odd, words[low], words[high]), bit)
-                words[low], words[high] = b.select(odd, got, words[low]), b.select(odd, words[high], got)
-        return words
-
-    def first_column(self, b):
-        """Of this lane's access."""
-        lane, (low, high) = b.lane(), self.column
-        return b.add(b.mul(b.and_(lane, b.u32(1)), b.u32(low)), b.mul(b.and_(b.lshr(lane, b.u32(1)), b.u32(1)), b.u32(high)))
-
-    def first_row(self, b):
-        """Of this lane's access, counted from its quad's row."""
-        return b.mul(b.and_(b.lshr(b.lane(), b.u32(1)), b.u32(1)), b.u32(self.row))
-
-
-ACROSS = (1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))  # lane t gets the t-th words of all four
-EXCHANGES = {  # bytes an element: exchanges, those of more columns first
-    1: (Exchange(4, ACROSS, (16, 32), width=16), Exchange(2, ACROSS, (16, 0), HALF, width=16)),
-    2: (Exchange(4, ACROSS, (8, 16)), Exchange(2, ACROSS, (8, 0), HALF)),
-    4: (Exchange(2, ((1, ((0, 2), (1, 3))),), (8, 4)),),
-}
-NO_EXCHANGE = Exchange(1, (), (2, 4))  # an access of two columns, which stay in their lane
-
-
-def _access(aligned):
-    """The bytes of an access that `aligned`, a flag or a number of bytes, allows."""
-    return PROMISED.get(aligned, WIDE)
-
-
-def _exchange(spec, size, access=WIDE):
-    """The exchange for tiles of type `spec` and an array of so many bytes an element."""
-    if access != WIDE:
-        return NO_EXCHANGE
-    return next(exchange for exchange in EXCHANGES[size] if spec.cols % exchange.columns == 0)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A vector along the columns of tiles, as a tile of one row, which all quads have."""
-
-    cols: int
-    dtype: dtype
-    rows = HALF  # from one to the next: there is no next
-
-    @property
-    def elements(self):
-        """Elements that each lane holds."""
-        return self.cols // QUAD
-
-    def element(self, lane, index):
-        """(row, col) of the `index`-th element that `lane` holds."""
-        return 0, row_vec_element(lane, index)
-
-
-def _moved(spec, held):
-    """The tile or vector of type `spec` with elements as an array holds them."""
-    return rt(spec.rows, spec.cols, held) if isinstance(spec, rt) else Row(spec.length, held)
 
 
 def suits(array, spec, rows, cols):
-    """Could tiles or vectors of type `spec` go to or from this array by 16 bytes, as far as types say? Along any axis but the
-    last it is not even tried for vectors, nor for tiles whose rows run along a later axis than their columns."""
+    """Do the types allow accesses of 16 bytes between this array and tiles or vectors of type `spec`? Vectors must run along
+    the array's last axis, and the rows of tiles along an earlier axis than their columns."""
     size, rows, cols = SCALARS[array.dtype].itemsize, rows % array.ndim, cols % array.ndim
     if array.layout == "F" and array.ndim > 1:
         return False
@@ -141,25 +50,9 @@ def suits(array, spec, rows, cols):
     return spec.layout == "row" and rows < cols and (spec.dtype.itemsize == 1) == (size == 1)
 
 
-def columns_at_once(size):
-    """The columns that a quad reads together, of so many bytes an element."""
-    return EXCHANGES[size][0].columns
-
-
-def order(spec, held):
-    """Which column of an array of dtype `held` is each of a tile or vector of type `spec`, if no lane exchanges anything."""
-    exchange, elements, columns = EXCHANGES[held.itemsize][0], 4 // held.itemsize, spec.shape[1]
-    lanes, (low, high), found = np.arange(QUAD), exchange.column, np.empty(columns, int)
-    lane_first = (lanes & 1) * low + (lanes >> 1) * high
-    for first, words in zip(range(0, columns, exchange.columns), _words(exchange, _moved(spec, held))):
-        for k, (_, col) in enumerate(words):
-            for e in range(elements):
-                found[col + max(elements, 2) * lanes + e] = first + lane_first + elements * k + e
-    return found
-
-
 def check(name, array, spec, aligned, loads=False):
-    """TypeError if tiles of type `spec` cannot be moved to or from this array so. loads: by 16 bytes only, and vectors, too."""
+    """TypeError if the kernel cannot promise `aligned` for tiles of type `spec` and this array. loads: the access is a load,
+    which takes vectors, too, and no promise of less than 16 bytes."""
     size = SCALARS[array.dtype].itemsize
     if aligned not in (False, True) and (loads or aligned not in PROMISED or size != 2):
         kinds = ", ".join(map(str, PROMISED))
@@ -171,8 +64,8 @@ def check(name, array, spec, aligned, loads=False):
 
 
 def misaligned(array, spec, at, cols, aligned=True):
-    """What keeps a NumPy array from keeping the promise `aligned`, for a tile or a vector at this index, or None."""
-    access = _access(aligned)
+    """How a NumPy array breaks the promise `aligned`, for a tile or a vector at this index; None if it keeps it."""
+    access = access_bytes(aligned)
     if isinstance(spec, rv):
         adjacent = array.strides[cols] == array.itemsize
         return None if adjacent else f"the elements of the array (strides {array.strides}) are not adjacent along axis {cols}"
@@ -186,8 +79,8 @@ def misaligned(array, spec, at, cols, aligned=True):
 
 
 def _anew(b, address):
-    """The address, shuffled from this lane to itself: the compiler takes it for another one, and keeps nothing in
-    registers that it computed from the first."""
+    """The same address, shuffled from this lane to itself. The compiler takes it for a new one, and so does not keep in
+    registers what it computed from the old one."""
     low = ptx.shuffle(b, b.trunc(address, i32), b.lane())
     return b.or_(b.shl(b.lshr(address, ir.Constant(i64, 32)), ir.Constant(i64, 32)), b.zext(low, i64))
 
@@ -196,7 +89,7 @@ def _anew(b, address):
 class _Place:
     """Where a lane's part of a tile lies. `start`: the address of its first access; `line`, `column`: the strides of rows and
     columns; `down`, `across`: its first row and column, inside the array if below `height` and `width`, unsigned, of 32 bits;
-    `whole`: can the warp move 16 bytes at once? None: the kernel promises it."""
+    `whole`: a bit, whether the warp can move 16 bytes at a time; None if the kernel promises that it can."""
 
     start: ir.Value
     line: ir.Value
@@ -208,18 +101,18 @@ class _Place:
     whole: ir.Value | None = None
 
     def moved(self, b, down, across):
-        """So many rows further down and columns further right."""
+        """The place that lies this many rows further down and columns further right."""
         start = _address(b, self.start, [b.zext(down, i64), b.zext(across, i64)], [self.line, self.column])
         return replace(self, start=start, down=b.add(self.down, down), across=b.add(self.across, across))
 
 
 def _wide(b, at):
-    """Indices of 64 bits."""
+    """An index, widened to 64 bits."""
     return [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
 
 
 def _address(b, data, at, strides):
-    """The address of the element with this index."""
+    """The address of the element at this index, `data` being that of the first element."""
     for index, stride in zip(at, strides):
         data = b.add(data, b.mul(index, stride))
     return data
@@ -237,7 +130,7 @@ def _promised(b, ty, exchange, array, spec, at, rows, cols, first_row):
 
 
 def _seen(b, at, extent, most):
-    """Which of the first `most` rows or columns of a tile at index `at` lie inside the array: from one on, before another."""
+    """(begin, end) of the rows or columns, among the first `most` of a tile at index `at`, that lie inside the array."""
     zero, most = i64(0), i64(most)
 
     def within(x):
@@ -248,8 +141,9 @@ def _seen(b, at, extent, most):
 
 
 def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
-    """The place of any tile or vector, for a lane that begins where its quad does. 16 bytes go at once if its address and the
-    distance of its rows are multiples of that, its columns are adjacent, and the array begins and ends between two accesses."""
+    """The place of any tile or vector, for a lane that begins where its quad does. 16 bytes can be moved at a time if the
+    address and the stride of rows are multiples of 16 bytes, columns are adjacent, and the array begins and ends between two
+    accesses."""
     data, extents, strides = b.array(ty, array)
     at, r, c, size = _wide(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
     start = _address(b, data, at, strides)
@@ -271,8 +165,7 @@ def _looked_at(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=F
 
 
 def _accesses(b, exchange, spec, place, anew=False, column=None):
-    """For each of this lane's accesses: is it inside the array, its address. column: its columns' stride; None: they are
-    adjacent."""
+    """(is it inside the array, its address) of each of this lane's accesses. column: the stride of columns; None: adjacent."""
     line = _anew(b, place.start) if anew else place.start
     step = b.mul(i64(HALF * exchange.lines), place.line)
     for row in range(0, spec.rows, HALF * exchange.lines):
@@ -284,21 +177,6 @@ def _accesses(b, exchange, spec, place, anew=False, column=None):
         line = b.add(line, step)
 
 
-def _words(exchange, spec):
-    """The coordinates of each access' words in lane 0, before they are exchanged."""
-    within = range(0, 2, 4 // spec.dtype.itemsize)  # columns at which lane 0 has words of a section
-    for row in range(0, spec.rows, HALF * exchange.lines):
-        for col in range(0, spec.cols, exchange.columns):
-            eighths = itertools.product(range(exchange.lines), range(exchange.sections), within)
-            yield [(row + HALF * e, col + exchange.width * k + word) for e, k, word in eighths]
-
-
-def _coordinates(spec):
-    """Where in the tile lane 0's words lie, in the order of its registers."""
-    step = 4 // spec.dtype.itemsize
-    return [spec.element(0, k) for k in range(0, spec.elements, step)]
-
-
 STORES = {  # bytes of an access: a lane's
     WIDE: "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1, $2, $3, $4};}",
     NARROW: "{.reg .pred p;\nsetp.ne.u32 p, $2, 0;\n@p st.global.b32 [$0], $1;}",
@@ -307,7 +185,7 @@ STORES = {  # bytes of an access: a lane's
 }
 
 
-HALF_STORE = "{.reg .pred p;\nsetp.ne.u32 p, $3, 0;\n@p st.global.v2.b32 [$0], {$1, $2};}"  # of what 16 bytes become as fp8
+HALF_STORE = "{.reg .pred p;\nsetp.ne.u32 p, $3, 0;\n@p st.global.v2.b32 [$0], {$1, $2};}"  # 16 bytes of 16 bits, as fp8
 
 
 LOADS = "{.reg .pred p;\nsetp.ne.u32 p, $5, 0;\n" + "".join(f"mov.b32 ${k}, 0;\n" for k in range(4))
@@ -315,26 +193,26 @@ LOADS += "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];}"
 
 
 def _kept(_, words):
-    """In place of an exchange: every lane keeps its words."""
+    """Stands for an exchange where there is none: every lane keeps its words."""
     return words
 
 
 def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
-    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile; aligned: what is promised. ordered: are
-    the tile's columns those of the array, or as the lanes have them who access it 16 bytes at a time?"""
-    stored = _moved(spec, SCALARS[ty.dtype])
-    access = _access(aligned)
-    exchange, text = _exchange(stored, stored.dtype.itemsize, access), STORES[access]
+    """The lowering of a store by a warp whose first row is `first_row(b)` of the tile. aligned: the kernel's promise. ordered:
+    whether the tile's columns are in the array's order; otherwise each lane holds the 16 bytes that it accesses."""
+    stored = as_held(spec, SCALARS[ty.dtype])
+    access = access_bytes(aligned)
+    exchange, text = exchange_for(stored, stored.dtype.itemsize, access), STORES[access]
     side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
 
     def lower(b, array, value, at, *_):
         value = value if stored == spec else b.from_elements(rt(32, 32, stored.dtype), b.elements(spec, value))
-        held = dict(zip(_coordinates(stored), b.unpack(value), strict=True))
+        held = dict(zip(coordinates_of(stored), b.unpack(value), strict=True))
         where = b, ty, exchange, array, stored, at, rows, cols, first_row(b)
         place = _promised(*where) if aligned else _looked_at(*where, stores=True)
 
         def store(place):
-            for (fits, address), four in zip(_accesses(b, exchange, stored, place), _words(exchange, stored), strict=True):
+            for (fits, address), four in zip(_accesses(b, exchange, stored, place), words_of(exchange, stored), strict=True):
                 b.do(text, address, *(b.bitcast(x, i32) for x in side_by_side(b, [held[at] for at in four])), fits)
 
         if aligned:
@@ -343,7 +221,7 @@ def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
             with at_once:
                 store(place.moved(b, exchange.first_row(b), exchange.first_column(b)))
             with by_words:
-                words = [in_pairs(b, [held[at] for at in four]) for four in _words(exchange, stored)]
+                words = [in_pairs(b, [held[at] for at in four]) for four in words_of(exchange, stored)]
                 given = [[b.bitcast(x, i32) for x in four] for four in words]
                 _four_rounds(b, exchange, stored, place, given, _store_word)
 
@@ -351,14 +229,14 @@ def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
 
 
 def lower_store_bytes(ty, spec, rows, cols, first_row):
-    """The lowering of a store to an fp8 array of a tile whose columns are as lanes have those of arrays of 2 bytes: eight that
-    lie side by side at a time; element by element where the array does not allow it."""
+    """The lowering of a store to an fp8 array, of a tile in which each lane holds 16 bytes of a 2-byte array, so eight adjacent
+    columns at a time. They are stored together, or one by one where the array does not allow it."""
     like, held_as = rt(spec.rows, spec.cols, bf16), SCALARS[ty.dtype]
     exchange, stored = EXCHANGES[2][0], rt(spec.rows, spec.cols, held_as)
 
     def lower(b, array, value, at, *_):
         held = {spec.element(0, k): x for k, x in enumerate(b.elements(spec, value))}
-        runs = [[held[row, col + k] for row, col in four for k in (0, 1)] for four in _words(exchange, like)]
+        runs = [[held[row, col + k] for row, col in four for k in (0, 1)] for four in words_of(exchange, like)]
         words = [[b.quad(held_as, *run[k : k + 4]) for k in (0, 4)] for run in runs]
         place = _looked_at(b, ty, exchange, array, stored, at, rows, cols, first_row(b), stores=True)
         mine = place.moved(b, exchange.first_row(b), exchange.first_column(b))
@@ -377,9 +255,9 @@ def lower_store_bytes(ty, spec, rows, cols, first_row):
 
 
 def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
-    """The lowering of a load, likewise."""
-    loaded = _moved(spec, SCALARS[ty.dtype])
-    exchange, register = _exchange(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
+    """The lowering of a load; arguments as for `lower_store`."""
+    loaded = as_held(spec, SCALARS[ty.dtype])
+    exchange, register = exchange_for(loaded, loaded.dtype.itemsize), f32 if loaded.dtype.itemsize == 4 else i32
     side_by_side, in_pairs = (exchange, _kept) if ordered else (_kept, exchange)
 
     def lower(b, array, _, at, *__):
@@ -415,29 +293,29 @@ def load_four(b, address, inside):
 
 
 def packed(b, spec, found):
-    """A tile of type `spec`, as arrays of its dtype hold it, of the words of each of a lane's accesses."""
+    """The tile of type `spec` that consists of these words, four for each of a lane's accesses."""
     held = {}
-    for coordinates, words in zip(_words(_exchange(spec, spec.dtype.itemsize), spec), found, strict=True):
+    for coordinates, words in zip(words_of(exchange_for(spec, spec.dtype.itemsize), spec), found, strict=True):
         held |= zip(coordinates, words, strict=True)
-    return b.pack([held[at] for at in _coordinates(spec)])
+    return b.pack([held[at] for at in coordinates_of(spec)])
 
 
 def accesses_of(b, spec, value):
-    """The same back: (where in the tile lane 0 has it, its words) of each of a lane's accesses."""
-    held = dict(zip(_coordinates(spec), b.unpack(value), strict=True))
-    for coordinates in _words(_exchange(spec, spec.dtype.itemsize), spec):
+    """The reverse of `packed`: (where in the tile lane 0's first word lies, the words) of each of a lane's accesses."""
+    held = dict(zip(coordinates_of(spec), b.unpack(value), strict=True))
+    for coordinates in words_of(exchange_for(spec, spec.dtype.itemsize), spec):
         yield coordinates[0], [held[at] for at in coordinates]
 
 
 # ---- word by word --------------------------------------------------------------------------------------------------
 def _four_rounds(b, exchange, spec, place, held, move):
-    """The four words of each of a lane's accesses, as they are before an exchange, after each was moved: word = move(b, bytes
-    of an element, word, where), with whether each of its elements is inside the array, and its address. A round moves a word of
-    all accesses; those of a quad lie side by side."""
+    """Move a tile word by word. held: the four words of each of a lane's accesses, before an exchange; returned are the words
+    after `word = move(b, bytes an element, word, where)`, where being (is it inside the array, its address) of each element of
+    the word. Each round moves one word of every access; the words of a quad lie side by side."""
     size, origin = spec.dtype.itemsize, b.block
     elements, loop, done = 4 // size, b.append_basic_block("round"), b.append_basic_block("after.rounds")
     step, section = b.mul(i64(HALF * exchange.lines), place.line), b.mul(i64(exchange.columns), place.column)
-    _, low, high, _ = next(_words(exchange, spec))  # how far each bit of a round's number moves it: (rows, columns)
+    _, low, high, _ = next(words_of(exchange, spec))  # by how many (rows, columns) each bit of the round's number moves it
     first = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(max(elements, 2)))
     before = [b.u32(0), *itertools.chain(*held)]
     b.branch(loop)
@@ -446,7 +324,7 @@ def _four_rounds(b, exchange, spec, place, held, move):
     bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
     rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
     now = place.moved(b, rows, b.add(first, cols))
-    line = ptx.opaque(b, now.start)  # a chain of addresses, of which none is kept over the rounds
+    line = ptx.opaque(b, now.start)  # each address is made of the one before: none is kept in a register over the rounds
     for row in range(0, spec.rows, HALF * exchange.lines):
         inside, along = b.icmp_unsigned("<", b.add(now.down, b.u32(row)), now.height), line
         for col in range(0, spec.cols, exchange.columns):
@@ -468,7 +346,7 @@ def _four_rounds(b, exchange, spec, place, held, move):
 
 
 def _load_word(b, size, _, where):
-    """The word of these elements, as an integer."""
+    """Loads the elements of a word; the word, as an integer."""
     word, letter = (f32, "f") if size == 4 else (i32, "r")
     text = f"{{{GUARD}{LOAD[size]}}}"
     found = [b.asm(word, text, f"={letter},l,r", address, inside) for inside, address in where]

@@ -22,8 +22,8 @@ from tiles.dtypes import fp32
 from tiles.interpreter import Touched, here, note
 from tiles.interpreter.accesses import READ
 from tiles.layout import LANES, WARPGROUP
+from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import SCALARS, void
 from tiles.types import rt, st
 
 from ..threads.warps import FOUR_WARPS

@@ -9,8 +9,8 @@ import numpy as np
 from numba.cuda import types
 
 from tiles.interpreter import Touched, here, note
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 from tiles.types import remote, rt, rv, st, sv
 from tiles.values import SharedTile
 

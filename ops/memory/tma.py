@@ -16,8 +16,8 @@ from tiles import ptx
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
+from tiles.numba_types import void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import void
 from tiles.ring import check_tensor, elected
 from tiles.types import st, sv
 

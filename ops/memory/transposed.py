@@ -6,8 +6,8 @@ from dataclasses import replace
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.layout import WARPGROUP
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 from tiles.types import rt, st
 
 from ..threads.warps import FOUR_WARPS

@@ -18,20 +18,23 @@ import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 
+from tiles import ptx
 from tiles.builder import i64
-from tiles.dtypes import DTYPES, bf16
+from tiles.dtypes import DTYPES, bf16, fp16
 from tiles.interpreter import here
 from tiles.interpreter.accesses import READ
+from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import SCALARS, void
+from tiles.ring import peers_at, peers_of
 from tiles.types import rt, rv, st
 from tiles.values import Tile
 
-from . import global_vectorized
+from . import global_vectorized, quad_exchange
 from .load_store import check_load, check_store, load_rows, store_rows
 
 QUAD_OF_16 = 32  # columns of 2 bytes that a quad reads at once
 QUAD_OF_8, BAND = 64, 16  # the same of 1 byte; rows of a tile of it
+STORE_ASYNC = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 
 @op(takes_operands=True)
@@ -43,7 +46,7 @@ def load_unordered(source, spec, at, rows=-2, cols=-1, aligned=None):
     Tiles in row layout, of 32 columns or a multiple (64 for fp8, which come from fp8 only; 16 for arrays of fp32); rows
     before columns in the array. Vectors of as many columns, not of fp8, along the array's last axis. aligned: None, or for a
     tile True, a promise as in `load`."""
-    return load_rows(source, spec, at, rows, cols, aligned, 0)[:, global_vectorized.order(spec, DTYPES[source.dtype])]
+    return load_rows(source, spec, at, rows, cols, aligned, 0)[:, quad_exchange.order(spec, DTYPES[source.dtype])]
 
 
 @op(takes_operands=True)
@@ -51,7 +54,7 @@ def store_unordered(target, value, at, rows=-2, cols=-1):
     """target[...] = value, as `store`, for a tile with columns as `load_unordered` gave them: those of arrays with as many
     bytes an element; for an fp8 array those of 2-byte arrays, unless the tile itself is fp8."""
     held = DTYPES[target.dtype]
-    places = np.argsort(global_vectorized.order(value.spec, bf16 if _narrows(value.spec, held) else held))
+    places = np.argsort(quad_exchange.order(value.spec, bf16 if _narrows(value.spec, held) else held))
     store_rows(target, Tile(value.spec, held.round(value.array[:, places])), at, rows, cols, None, 0)
 
 
@@ -67,7 +70,7 @@ def _check(name, array, spec, rows, cols, stores=False):
     held, moved = SCALARS[array.dtype], spec
     if stores and _narrows(spec, held) and spec.cols % QUAD_OF_16 == 0:
         moved = replace(spec, dtype=held)
-    columns = global_vectorized.columns_at_once(2 if moved is not spec else held.itemsize)
+    columns = quad_exchange.columns_at_once(2 if moved is not spec else held.itemsize)
     if not global_vectorized.suits(array, moved, rows, cols) or spec.shape[1] % columns:
         raise TypeError(
             f"{name}: takes tiles in row layout of a multiple of {columns} columns, along the later of two axes, "
@@ -104,14 +107,18 @@ def load_pages(pool, spec, found, at, last):
         raise warp.hazard(f"load_pages: {why}")
     warp.touches(pool, READ)
     values, _ = warp.from_pages(np.asarray(pool), found, at, last, range(spec.rows), spec.cols)
-    return values().astype(np.float32)[:, global_vectorized.order(spec, spec.dtype)]
+    return values().astype(np.float32)[:, quad_exchange.order(spec, spec.dtype)]
 
 
 @op(takes_operands=True)
-def store_widened(tile, value):
+def store_widened(tile, value, ring=None, j=0):
     """tile[:] = value, with its columns in their own order again. tile: st(16, n) of 2 bytes an element. value: rt(16, n) of
-    fp8, as load_unordered and load_pages give it, n a multiple of 64."""
-    here().write(tile, value.array[:, np.argsort(global_vectorized.order(value.spec, value.dtype))])
+    fp8, as load_unordered and load_pages give it, n a multiple of 64. ring: of whose j-th tile it is a part; the other blocks
+    that share the ring get it, too, without waiting for it (st.async)."""
+    values = value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))]
+    here().write(tile, values)
+    for arrivals in peers_of(ring, j) if ring else ():
+        here().write_async(tile, values, arrivals)
 
 
 def _fits(spec, held):
@@ -125,7 +132,7 @@ def _(pool, spec: type, found, at, last):
     held = SCALARS.get(pool.dtype) if isinstance(pool, types.Array) else None
     if not _fits(spec, held):
         raise TypeError(f"load_pages: takes an fp8 array and a type rt({BAND}, {QUAD_OF_8} n) of its dtype, got {spec}, {pool}")
-    if not (isinstance(found, types.UniTuple) and found.count in (2 * BAND // global_vectorized.HALF, 2 * BAND)):
+    if not (isinstance(found, types.UniTuple) and found.count in (2 * BAND // quad_exchange.HALF, 2 * BAND)):
         raise TypeError(f"load_pages: takes what look_up has found for st({BAND}, n, {held}, {QUAD_OF_8}), got {found}")
     if not (isinstance(at, types.BaseTuple) and len(at) == pool.ndim - 1 and all(map(integer, (last, *at)))):
         raise TypeError(f"load_pages: `at` must be {pool.ndim - 1} integers and `last` one, got {at} and {last}")
@@ -138,7 +145,7 @@ def _(pool, spec: type, found, at, last):
         lane, rows = b.lane(), b.unpack(vfound)
         data = b.add(data, b.zext(b.mul(b.and_(lane, b.u32(3)), b.u32(16)), i64))
         own, words = b.add(b.u32(first), b.lshr(lane, b.u32(2))), []
-        for down, number, inside in zip(range(0, BAND, global_vectorized.HALF), rows[::2], rows[1::2], strict=True):
+        for down, number, inside in zip(range(0, BAND, quad_exchange.HALF), rows[::2], rows[1::2], strict=True):
             exists = b.zext(b.icmp_signed("<", b.add(own, b.u32(down)), b.u32(vlast)), own.type)
             line = b.add(data, b.add(b.mul(b.sext(number, i64), strides[0]), b.mul(b.zext(inside, i64), strides[1])))
             for col in range(0, spec.cols, QUAD_OF_8):
@@ -148,24 +155,37 @@ def _(pool, spec: type, found, at, last):
     return spec, emit
 
 
+def _widened(b, spec, words, to):
+    """Words of four fp8 elements each as words of two of dtype `to`; fp16 holds them as they are."""
+    if to is fp16:
+        return [b.halves(spec.dtype, word, part) for word in words for part in ("lo", "hi")]
+    found = b.elements(spec, b.pack(words))
+    return [b.pair(to, *found[k : k + 2]) for k in range(0, len(found), 2)]
+
+
 @lowers(store_widened)
-def _(tile, value):
+def _(tile, value, ring, j):
     fits = isinstance(tile, st) and tile.dtype.itemsize == 2 and tile.width == 2 * QUAD_OF_8
     if not fits or not _fits(value, value.dtype) or tile.shape != value.shape:
         shape = f"({BAND}, {QUAD_OF_8} n"
         raise TypeError(f"store_widened: takes st{shape}) of 2 bytes and rt{shape}) of fp8, got {tile}, {value}")
 
-    def emit(b, address, registers):
+    def emit(b, address, registers, base, j):
         lane = b.lane()
         row, byte = b.lshr(lane, b.u32(2)), b.mul(b.and_(lane, b.u32(3)), b.u32(32))
         start, swizzle = b.row_address(tile, address, row)  # of eight lanes four have one row, four the next: no bank twice
         places = [b.add(start, b.xor(b.add(byte, b.u32(16 * half)), swizzle)) for half in (0, 1)]
+        peers = [
+            ([ptx.map_shared(b, place, peer) for place in places], arrivals)
+            for peer, arrivals in (peers_at(b, ring, base, j) if ring else ())
+        ]
         for (down, col), words in global_vectorized.accesses_of(b, value, registers):
-            found = b.elements(value, b.pack(words))
-            pairs = [b.pair(tile.dtype, *found[k : k + 2]) for k in range(0, len(found), 2)]
-            further = down * tile.width + col // QUAD_OF_8 * tile.panel_bytes
+            pairs = _widened(b, value, words, tile.dtype)
+            further = b.u32(down * tile.width + col // QUAD_OF_8 * tile.panel_bytes)
             for half, place in enumerate(places):
-                at = b.add(place, b.u32(further))
-                b.do("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", at, *pairs[4 * half : 4 * half + 4])
+                four = pairs[4 * half : 4 * half + 4]
+                b.do("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", b.add(place, further), *four)
+                for there, arrivals in peers:
+                    b.do(f"{STORE_ASYNC}.v4.b32 [$0], {{$1, $2, $3, $4}}, [$5];", b.add(there[half], further), *four, arrivals)
 
     return void, emit

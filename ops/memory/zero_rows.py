@@ -4,8 +4,8 @@ import numpy as np
 
 from tiles.interpreter import here
 from tiles.layout import WARPGROUP
+from tiles.numba_types import void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import void
 from tiles.types import st
 
 from ..threads.warpgroups import emit_meet, meet

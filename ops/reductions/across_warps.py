@@ -18,8 +18,8 @@ from tiles import ptx
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
+from tiles.numba_types import void
 from tiles.op import lowers, number
-from tiles.plumbing import void
 from tiles.ring import elected
 from tiles.types import rv, sv
 

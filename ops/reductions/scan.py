@@ -7,8 +7,8 @@ from tiles import ptx
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.layout import LANES, QUAD
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 from tiles.types import rt, rv, st
 
 from ..memory.shared_vectors import load_elements, store_elements

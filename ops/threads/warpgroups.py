@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from tiles import ptx
 from tiles.interpreter import here
+from tiles.numba_types import compile_time, void
 from tiles.op import integer, lowers, op
-from tiles.plumbing import compile_time, void
 
 from .warps import FOUR_WARPS, MOST_GROUPS, THREADS, TOGETHER
 

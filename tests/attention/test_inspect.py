@@ -3,7 +3,7 @@
 import pytest
 
 from attention import inspect
-from attention.cache import writing
+from attention.cache import write_kernel
 from attention.mla import ampere as mla_ampere
 from attention.mla import boxes, products
 from attention.mla import hopper as mla_hopper
@@ -11,9 +11,9 @@ from attention.mla import quantised as mla_quantised
 from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
-from attention.softmax import ampere, backward, eight_bits, hopper
+from attention.softmax import ampere, backward, hopper, hopper_fp8
 from attention.softmax.block_masks import BlockedMask
-from attention.softmax.decode import attend
+from attention.softmax.decode import ampere as decode_ampere
 from attention.softmax.decode.caches import Dense, Paged
 from attention.softmax.decode.norms import ByRms, RmsOfRows
 from attention.softmax.decode.products import Same
@@ -22,31 +22,39 @@ from attention.softmax.decode.results import Part
 from attention.softmax.decode.splits import Shares
 from attention.softmax.dropped import Dropped
 from attention.softmax.norms import Layer, Normed
-from attention.softmax.seen import CAUSAL, FULL
 from attention.softmax.variants import Variant
+from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16, fp16
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
 PLAIN = Variant(), Reach(False, True, False)
 PART = Part(bf16, 16)
-SHARED = *PLAIN, Paged(16), attend.either(bf16, 16), Variant(), Shares
-NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), attend.either(bf16, 16), Variant(), Shares
+SM_80 = decode_ampere.ROOM["sm_80"]
+SHARED = *PLAIN, Paged(16), decode_ampere.either(bf16, 16), Variant(), Shares
+NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), decode_ampere.either(bf16, 16), Variant(), Shares
 SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
-    ("sm_90a", writing, writing.Config(bf16, bf16)),
-    ("sm_80", attend, attend.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=attend.ROOM["sm_80"])),
-    ("sm_90a", attend, attend.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
+    ("sm_90a", write_kernel, write_kernel.Config(bf16, bf16)),
+    (
+        "sm_80",
+        decode_ampere,
+        decode_ampere.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=decode_ampere.ROOM["sm_80"]),
+    ),
+    ("sm_90a", decode_ampere, decode_ampere.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, mla_ampere.ROOM["sm_80"])),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
     ("sm_90a", mla_hopper, mla_hopper.Config(products.Same(bf16), PLAIN[1], boxes.Paged(1), PART)),
     ("sm_90a", mla_hopper, mla_hopper.gathered(bf16, True, PLAIN[1], Paged(16), PART)),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
-    *(("sm_90a", eight_bits, eight_bits.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
+    *(("sm_90a", hopper_fp8, hopper_fp8.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
-    ("sm_90a", backward.apart, backward.apart.config_for(64, bf16, CAUSAL)),
-    ("sm_90a", backward.folded, backward.folded.config_for(128, bf16, CAUSAL)),
-    *(("sm_90a", module, module.config_for(256, bf16, CAUSAL)) for module in (backward.wide, backward.wide_queries)),
+    ("sm_90a", backward.hopper_narrow, backward.hopper_narrow.config_for(64, bf16, CAUSAL)),
+    ("sm_90a", backward.hopper_folded, backward.hopper_folded.config_for(128, bf16, CAUSAL)),
+    *(
+        ("sm_90a", module, module.config_for(256, bf16, CAUSAL))
+        for module in (backward.hopper_wide, backward.hopper_wide_queries)
+    ),
     ("sm_80", backward.ampere, backward.ampere.config_for(256, bf16, CAUSAL)),
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
     ("sm_80", backward.norms, backward.norms.Rows(Layer(), 256, bf16, False)),

@@ -373,8 +373,8 @@ def of_torch(q, k, v):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(2))
 def test_forms_that_came_before(number):
-    """What is written for them (tiles/again.py) is told of new arrays, lengths, streams and modes, on each GPU, whichever is
-    current, and may be captured."""
+    """What is written for them (tiles/guarded_calls.py) is told of new arrays, lengths, streams and modes, on each GPU,
+    whichever is current, and may be captured."""
     if number >= torch.cuda.device_count():
         pytest.skip("there is one GPU")
     device = torch.device("cuda", number)

@@ -7,8 +7,8 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import cluster, load, raw, store, warpgroup, zeros
-from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
+from ops import cluster, load, load_unordered, raw, store, store_widened, subtile, warpgroup, zeros
+from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 from tiles.testing import blank, meaning, pairs, ptx, wide
@@ -174,6 +174,57 @@ def test_a_ring_that_blocks_share(run, sample, dtype, blocks, width):
     assert (y[:, :185, :120] == x).all() and (y[:, 185:] == 0).all() and (y[:, :, 120:] == 0).all()
 
 
+@pytest.mark.parametrize(("blocks", "to"), [(2, fp16), (4, bf16)])
+def test_a_ring_that_the_warps_of_all_blocks_write(run, sample, blocks, to):
+    """Each widens its columns for all; a product, and loads, see whole tiles, in more rounds than there are stages."""
+    S, T, HELD, count = st(64, 256, to), rt(16, 64 * blocks, to), rt(16, 256 // blocks, fp8e4m3), 5
+    smem = shared(first=st(8, 64, to), r=ring(S, 2, readers=4, writers=4, blocks=blocks), one=st(64, 64, to))
+    ONE = rt(16, 64, to)
+
+    @cuda.jit
+    def body(x, ones, y, z):
+        _, r, one = smem.open()
+        me = cluster.rank()
+        if warpgroup.id() == 0:
+            warp = warpgroup.rank()
+            for j in range(count):
+                place = subtile(r.claim(j), 16, warp, HELD.cols, me)
+                store_widened(place, load_unordered(x, HELD, (64 * j + 16 * warp, HELD.cols * me), aligned=True), r, j)
+                r.publish(j)
+        else:
+            warpgroup.store(one, warpgroup.load(ones, ONE, (0, 0)))
+            warpgroup.sync()
+            for j in range(count):
+                tile = r.wait(j)
+                warpgroup.store(z, warpgroup.wait(warpgroup.mm_AB(one, cluster.own(tile))), (cuda.blockIdx.x, 64 * j, 0))
+                for k in range(4 // blocks):
+                    part = subtile(tile, 64, 0, T.cols, k)
+                    warpgroup.store(y, warpgroup.load(part, T), (cuda.blockIdx.x, 64 * j, T.cols * k))
+                r.release(j)
+        cluster.sync()
+
+    x, y, z = sample((64 * count, 256), fp8e4m3), blank((blocks, 64 * count, 256), to), blank((blocks, 64 * count, 256))
+    run(body, x, np.eye(64, dtype=to.np), y, z, warps=8, shared=smem, cluster=blocks)
+    assert (wide(y) == wide(x)).all() and (z == wide(x)).all()
+
+
+def test_bytes_that_no_peer_stores():
+    """A block that keeps its part to itself lets the others wait for it."""
+    smem = shared(r=ring(st(64, 64, fp16), 2, readers=4, writers=4, blocks=2))
+    HELD = rt(16, 64, fp8e4m3)
+
+    @cuda.jit
+    def body(x):
+        (r,) = smem.open()
+        place = subtile(r.claim(0), 16, warpgroup.rank())
+        store_widened(place, load_unordered(x, HELD, (0, 0), aligned=True))
+        r.publish(0)
+        r.wait(0)
+
+    with pytest.raises(Hazard, match="4 of 4 writers have published it, and 4096 bytes have not come from other blocks"):
+        meaning(body, np.zeros((16, 64), fp8e4m3.np), warps=4, shared=smem, cluster=2)
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 A = shared(a=st(32, 64, bf16), v=sv(32, bf16), full=barrier(1))
 R, C = rt(32, 64, bf16), rt(32, 64, bf16, "col")
@@ -242,8 +293,10 @@ def test_rings_that_cannot_be_shared():
         ring(st(64, 64, bf16), 2, blocks=3)
     with pytest.raises(ValueError, match="ring: 1 to 8 blocks share a tile, by multiples of 8 rows, got 16"):
         ring(st(256, 64, bf16), 2, blocks=16)
-    with pytest.raises(ValueError, match="ring: what warps write stays in their block"):
-        ring(st(64, 64, bf16), 2, writers=4, blocks=2)
+    with pytest.raises(ValueError, match="ring: 2 blocks of 4 writers share out a tile evenly, got sv"):
+        ring(sv(64, fp32), 2, writers=4, blocks=2)
+    with pytest.raises(ValueError, match="ring: 2 blocks of 3 writers share out a tile evenly, got st"):
+        ring(st(64, 64, bf16), 2, writers=3, blocks=2)
     with pytest.raises(ValueError, match="shared: a ring is for all blocks of a cluster or for one"):
         shared(a=ring(st(64, 64, bf16), 2, blocks=2), b=ring(st(64, 64, bf16), 2, blocks=4))
 

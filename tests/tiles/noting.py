@@ -1,5 +1,5 @@
-"""Programs that note what would be launched, for torch's tensors that are said to lie on a GPU: what test_again.py and
-test_growing.py share."""
+"""Programs that note what would be launched, for torch's tensors that are said to lie on a GPU: what test_guarded_calls.py and
+test_traced_plans.py share."""
 
 import itertools
 

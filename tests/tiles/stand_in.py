@@ -9,7 +9,7 @@ import pytest
 from cuda.bindings import driver
 from numba import cuda
 
-from tiles import loaded, tma
+from tiles import loaded_code, tma
 from tiles.compiler import Compiled
 
 launching = sys.modules["tiles.launch"]
@@ -69,11 +69,11 @@ def gpu(monkeypatch):
     stand_in("cuFuncSetAttribute", lambda f, a, n: gpu.attributes.append(n) or ())
     stand_in("cuMemcpyDtoH", copy), stand_in("cuMemcpyHtoD", copy)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
-    target = loaded.Device(0)
+    target = loaded_code.Device(0)
     target.capability = 9, 0
     monkeypatch.setattr(launching, "device", lambda ordinal: target)
-    monkeypatch.setattr(loaded, "machine_code", lambda *_: Compiled(b"", "k", ""))
-    monkeypatch.setattr(loaded, "_loaded", loaded.weakref.WeakKeyDictionary())
+    monkeypatch.setattr(loaded_code, "machine_code", lambda *_: Compiled(b"", "k", ""))
+    monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
     return gpu
 
 

@@ -23,7 +23,7 @@ from tiles.arguments import (
     tiled,
 )
 from tiles.arrays import c_ordered
-from tiles.plumbing import Value
+from tiles.numba_types import Value
 from tiles.types import gl
 
 SCALARS = [

@@ -14,7 +14,7 @@ import tiles
 from ops import warpgroup
 from tiles import bf16, inlined, ring, sass, shared, st
 from tiles.compiler import check_types, compile_kernel
-from tiles.plumbing import Value
+from tiles.numba_types import Value
 
 TILE = st(64, 64, bf16)
 BANK = 0x210  # where parameters begin in sm_90's constant bank 0

@@ -12,7 +12,7 @@ from stand_in import frames_of, on_device, takes
 
 import tiles
 from ops import load, store, zeros
-from tiles import fp16, fp32, loaded, rt, st
+from tiles import fp16, fp32, loaded_code, rt, st
 from tiles.arguments import ENDS, FLOAT, INT, array, array_type, parameters, record, signature, tiled
 from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled
@@ -142,7 +142,7 @@ def test_a_launch_on_a_card_is_counted_here(gpu):
 def test_other_elements_are_other_code(gpu, monkeypatch):
     """Decays in bf16, int64 ends: compiled for them, each once."""
     compiled = []
-    monkeypatch.setattr(loaded, "machine_code", lambda _, types, target: compiled.append(types) or Compiled(b"", "k", ""))
+    monkeypatch.setattr(loaded_code, "machine_code", lambda _, types, target: compiled.append(types) or Compiled(b"", "k", ""))
     kernel, wide = declared_kernel(), given(gEnds=operand("ends", (4,), "int64"))
     for arguments in (given(), wide, given(gX=operand("x", (9, 9), "bfloat16")), given(gX=None), wide, given(n=8)):
         kernel.bind(1, **arguments)

@@ -18,11 +18,11 @@ import tiles
 from attention import inspect
 from attention.recurrent.kernels import chunk_ampere, token_loop
 from attention.softmax import hopper
-from attention.softmax.seen import CAUSAL
+from attention.softmax.visible_keys import CAUSAL
 from tiles import bf16, digest, st
 from tiles.arguments import signature
 from tiles.compiler import Lowered
-from tiles.plumbing import Value
+from tiles.numba_types import Value
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("settled")
@@ -168,7 +168,7 @@ def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):
 
 def test_what_takes_part_in_compiling_is_digested():
     """Whatever file of ours runs while kernels are typed and lowered; and what is named as apart exists."""
-    seen, some = set(), {"plumbing.py", "compiler.py", "constants.py", "arithmetic.py", "pipeline.py", "ring.py"}
+    seen, some = set(), {"numba_types.py", "compiler.py", "constants.py", "arithmetic.py", "pipeline.py", "ring.py"}
     kernels = [
         (hopper, hopper.config_for(64, bf16, CAUSAL, 512), "sm_90a"),
         (token_loop, token_loop.Config(64, "token", True), "sm_80"),

@@ -12,7 +12,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from tiles.inspect import Inspection, command
 from tiles.inspect.code import Line
 from tiles.inspect.command import find, main
-from tiles.lines import Place
+from tiles.line_table import Place
 
 SOURCE = """
 import numpy as np

@@ -17,7 +17,7 @@ from tiles.inspect import figures as look
 from tiles.inspect.code import function_at
 from tiles.inspect.compare import Row, aligned
 from tiles.inspect.occupancy import LIMITS, Occupancy, occupancy
-from tiles.lines import Place
+from tiles.line_table import Place
 
 MATRIX = np.zeros((16, 16), np.float32)
 FILE = python.getsourcefile(plain.py_func)

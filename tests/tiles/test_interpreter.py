@@ -17,8 +17,8 @@ from ops import full, load, log2, raw, row_sum, store, warpgroup, zeros
 from tiles import Hazard, barrier, emulator, fp32, inlined, launch, rt, shared
 from tiles.emulator import emulate
 from tiles.interpreter import here, interpret
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 
 ORDERS = [None, *range(20)]
 every_order = pytest.mark.parametrize("seed", ORDERS)

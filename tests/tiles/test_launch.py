@@ -13,9 +13,9 @@ from numba.cuda.cudadrv.error import CudaSupportError
 
 import tiles
 from ops import warpgroup, zeros
-from tiles import bf16, fallback, loaded, rt, shared, st
+from tiles import bf16, fallback, loaded_code, rt, shared, st
 from tiles.compiler import Compiled
-from tiles.plumbing import Value
+from tiles.numba_types import Value
 
 
 # ---- what launch refuses ---------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_a_gpu_without_the_instructions_is_named(arch, lacks, monkeypatch, tmp_p
     target = type("Target", (), {"arch": arch, "__str__": lambda self: f"GPU 0, Some Card ({arch})"})()
     expected = pytest.raises(RuntimeError, match=rf"copy uses .*, which GPU 0, Some Card \({arch}\) does not have")
     with expected if lacks else contextlib.nullcontext():
-        assert loaded.machine_code(kernel, signature, target).cubin
+        assert loaded_code.machine_code(kernel, signature, target).cubin
 
 
 @cuda.jit
@@ -154,15 +154,15 @@ def test_wgmma_where_there_is_none():
     with pytest.raises(
         RuntimeError, match=r"product uses wgmma.*, which a B200 does not have:\n  mm_AB in test_launch.py:\d+ `"
     ):
-        loaded.machine_code(product, (types.Array(types.float32, 2, "A"),), target)
+        loaded_code.machine_code(product, (types.Array(types.float32, 2, "A"),), target)
 
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_complaints_of_ptxas_are_warnings(cached, monkeypatch):
     log = "ptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
     compiled = Compiled(b"", "k", log)
-    monkeypatch.setattr(loaded.cache, "load", lambda name: compiled if cached else None)
-    monkeypatch.setattr(loaded.cache, "store", lambda *_: None)
-    monkeypatch.setattr(loaded, "compile_kernel", lambda *_: compiled)
+    monkeypatch.setattr(loaded_code.cache, "load", lambda name: compiled if cached else None)
+    monkeypatch.setattr(loaded_code.cache, "store", lambda *_: None)
+    monkeypatch.setattr(loaded_code, "compile_kernel", lambda *_: compiled)
     with pytest.warns(RuntimeWarning, match="scale: .*C7512"):
-        loaded.machine_code(scale, (), SimpleNamespace(arch="sm_90a"))
+        loaded_code.machine_code(scale, (), SimpleNamespace(arch="sm_90a"))

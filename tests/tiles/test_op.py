@@ -13,7 +13,7 @@ from tiles import bf16, fp16, fp32, gl, inlined, lowers, op, ring, rt, shared, s
 from tiles.builder import f32
 from tiles.compiler import compile_kernel
 from tiles.interpreter import interpret
-from tiles.plumbing import Value
+from tiles.numba_types import Value
 
 X, Y = rt(16, 32, fp32), rt(16, 64, fp32)
 A, B = st(64, 64, bf16), st(64, 64, fp16)

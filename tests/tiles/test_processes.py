@@ -20,8 +20,8 @@ from tiles.device import INTERPRETER, persistent
 from tiles.interpreter import processes
 from tiles.interpreter.accesses import READ, WRITE, Accesses, Clash
 from tiles.interpreter.progress import Progress
+from tiles.numba_types import void
 from tiles.op import lowers, op
-from tiles.plumbing import void
 
 T, BLOCKS = rt(16, 16, fp32), 6
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes are forked on Linux only")

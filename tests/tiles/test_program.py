@@ -8,8 +8,6 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tiles import program as programs
 from tiles.frameworks import KIND_OF as known_kinds
@@ -88,43 +86,6 @@ def test_other_addresses_are_not_planned_again_and_may_be_refused(scaled):
                 scaled(0, (x, y, wrong, None), (2.0, False))
     scaled(0, (y, x, out, None), (2.0, False))
     assert len(PLANNED) == 1 and [run[1:3] for run in RUNS] == [(address(x), address(y)), (address(y), address(x))]
-
-
-ROWS = Schema("rows", "x SD tile\ny SD tile\nout SD tile made")
-
-
-@program(ROWS)
-def rows(problem):
-    """Nothing is done to tiles, whose rows may lie in any order."""
-    return Plan([])
-
-
-@given(st.data())
-def test_arrays_lie_apart_by_the_byte(data):
-    """A call is refused exactly where NumPy says that elements are shared, whichever way they lie."""
-    memory = np.zeros((24, 25), np.float16)
-
-    def window():
-        step = data.draw(st.sampled_from([1, 2, 3, -1, -2, -3]))
-        top, left = (data.draw(st.integers(0, 12)) for _ in range(2))
-        return memory[top : top + 12, left : left + 4][::step][:4]
-
-    x, y, out = window(), window(), window()
-    refused = contextlib.nullcontext()
-    if np.shares_memory(out, x) or np.shares_memory(out, y):
-        refused = pytest.raises(ValueError, match="out: must not overlap")
-    for _ in range(2):
-        with refused:
-            assert rows(0, (x, y, out), ()) is out
-
-
-@pytest.mark.parametrize("start", [16, 17, 31, 33, 47, 48])
-def test_one_element_is_enough(start):
-    """On either side of an array of 16 elements that begins with the 32nd."""
-    flat = np.zeros(64, np.float16)
-    x, out = (flat[at : at + 16].reshape(4, 4) for at in (32, start))
-    with pytest.raises(ValueError, match="overlap") if 16 < start < 48 else contextlib.nullcontext():
-        rows(0, (x, np.zeros_like(x), out), ())
 
 
 def test_arrays_are_made_like_the_first_and_given_back(scaled):
@@ -414,36 +375,6 @@ def test_a_stream_must_be_one(scaled):
 
 
 # ---- what is remembered ----------------------------------------------------------------------------------------------
-def test_recent_forgets_what_was_not_used_for_longest():
-    recent = Recent(8)
-    for n in range(100):
-        recent.put(n, str(n))
-        assert recent.get(0) == "0", "it was asked for again and again"
-        assert len(recent) <= 8
-        for k in range(max(0, n - 2), n + 1):
-            assert recent.get(k) == str(k), "it was put a moment ago"
-    assert recent.get(50) is None and recent.get(-1) is None
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(2, 8))
-def test_recent_is_a_table(calls, entries):
-    """It gives what was put last or nothing, and the newest half of its entries always."""
-    recent, truth, order = Recent(entries), {}, []
-    for n, (put, key) in enumerate(calls):
-        if put:
-            recent.put(key, n)
-            truth[key] = n
-        else:
-            found = recent.get(key)
-            assert found in (None, truth.get(key))
-            if found is None and key in truth:
-                assert key not in order[: entries // 2 - 1]
-            if found is None:
-                continue
-        order = [key, *[k for k in order if k != key]]
-        assert len(recent) <= entries
-
-
 def test_what_is_remembered_is_limited(scaled, monkeypatch):
     """Of all programs together; a form that was forgotten is planned again."""
     monkeypatch.setattr(programs, "KNOWN", Recent(4))

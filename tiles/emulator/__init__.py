@@ -35,8 +35,8 @@ from .warp import Warp
 
 __all__ = ["Counts", "emulate", "forget", "program"]
 
-PARAMETERS = 1 << 40  # where a launch's parameters lie, an address that no array has
-MBARRIERS = 128  # that a block may set up besides those of its plan
+PARAMETERS = 1 << 40  # the address of a launch's parameter block; no array lies there
+MBARRIERS = 128  # how many a block may set up besides those of its plan
 
 
 class Machine(Cluster):
@@ -50,7 +50,7 @@ class Machine(Cluster):
         self.program, self.memory, self.parameters, self.maps, self.counts = program, memory, parameters, maps, counts
         others, lanes = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0), len(indices) * warps * LANES
         self.smem, self.agents = None, Agents(lanes, len(indices) * (others + warps) + lanes)
-        first = self.agents.new()  # of the agents that lanes are where they write to a peer's memory: see memory.py
+        first = self.agents.new()  # of the agents as which lanes write to a peer's memory: see memory.py
         self.abroad, self.agents.next = slice(first, first + lanes), first + lanes
         self.flying, self.barrier = [], Meeting(self)
         self.blocks = [_Block(self, rank, index, resident, smem) for rank, index in enumerate(indices)]
@@ -104,8 +104,8 @@ def _with_lines(kernel, types, arch):
 
 
 class Counts(NamedTuple):
-    """What a run did: how often warps executed each opcode; by opcode, how often at most an access to shared memory asked one
-    bank for different words."""
+    """What a run did: how often warps executed each opcode; and for each opcode the worst bank conflict: how many different
+    words an access to shared memory asked one bank for."""
 
     executed: Counter
     ways: dict

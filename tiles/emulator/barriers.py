@@ -1,4 +1,4 @@
-"""What makes warps meet: mbarriers by address and parity, named barriers, the cluster's, fences, setmaxnreg."""
+"""How warps wait for each other: mbarriers by address and parity, named barriers, the cluster's barrier, fences, setmaxnreg."""
 
 import numpy as np
 
@@ -14,17 +14,17 @@ MBARRIER_BYTES = 8
 
 
 class ByParity(Mbarrier):
-    """An mbarrier whose waiters name a parity. Which phase is meant follows from what the waiter knows: the first after all
-    those that it knows complete, or the last of these, if that has this parity. fences: (lane's agent, its time) of each
-    fence.mbarrier_init that came after the set-up."""
+    """An mbarrier whose waiters name a parity. Which phase they mean follows from what they know: the last phase that they know
+    to be complete, or the one after it, whichever has this parity. fences: (lane's agent, its time) of each fence.mbarrier_init
+    that came after the barrier was set up."""
 
     def __init__(self, block, name, count):
         super().__init__(block, name, count)
         self.fences = []
 
     def wait(self, warp, parity, everything=True):
-        """The active lanes wait until the phase of this parity is complete, and know what that lets them know; but for
-        `everything`, not what peers wrote to this block's memory."""
+        """The active lanes wait until the phase of this parity is complete. They then know what those knew that arrived;
+        without `everything`, except what peers wrote to this block's memory."""
         clock = warp.clocks[warp.mask].min(0)
         known = max(n for n in range(int(clock[self.agent]), self.phase + 1) if self.is_known(clock, n))
         wanted = known if (known - 1) & 1 == parity else known + 1
@@ -42,14 +42,14 @@ class ByParity(Mbarrier):
 
 
 def _without_writes_abroad(warp, clock):
-    """What a clock knows, but for writes to peers' memory."""
+    """A clock without what it knows of writes to peers' memory."""
     known = clock.copy()
     known[warp.block.cluster.abroad] = 0
     return known
 
 
 def mbarrier(w, home, at, asks):
-    """The mbarrier at an address of a block, which one who `asks` must know to be set up."""
+    """The mbarrier at an address of a block. A Hazard if the one who `asks` does not know that it is set up."""
     bar = home.barriers_at.get(at)
     if bar is None:
         raise w.hazard(f"no mbarrier lies at {at} of shared memory", "plan")
@@ -66,9 +66,9 @@ def mbarrier(w, home, at, asks):
     return bar
 
 
-def _lanes(w, given, kind=np.uint32):
+def _lanes(w, given):
     """(lane, its thread, block, address there) of the active lanes."""
-    at = address(w, given, kind)
+    at = address(w, given, np.uint32)
     return [(lane, w.threads[lane], *w.home(int(at[lane]))) for lane in np.flatnonzero(w.mask)]
 
 
@@ -105,7 +105,7 @@ def _(_, w, at):
 
 @means(r"fence\.mbarrier_init\.release\.cluster")
 def _(_, w, at):
-    """Of mbarriers that were set up, and of nothing else that was written."""
+    """Publishes mbarriers that were set up, and no other write."""
     time, shadow = w.tick(), w.block.shadow
     for lane in np.flatnonzero(w.mask):
         for where, bar in w.block.barriers_at.items():
@@ -130,7 +130,7 @@ def _(match, w, at):
 
 
 class _Unsaid:
-    """A thread whose arrival at a peer's barrier says nothing of what it wrote there: only that it has come."""
+    """A thread that arrives at a peer's barrier without a release: what it wrote there is not published, only that it came."""
 
     def __init__(self, thread):
         self.thread, self.clock = thread, _without_writes_abroad(thread, thread.clock)
@@ -254,7 +254,7 @@ def _(match, w, at):
 
 @means(r"nanosleep\.u32")
 def _(_, w, at):
-    """Who sleeps asks for something in global memory again and again: it would find the same until somebody writes there."""
+    """A warp that sleeps polls global memory: it would find the same value until somebody writes there."""
     memory = w.block.cluster.memory
     before = memory.writes
     w.until(

@@ -1,4 +1,4 @@
-"""What copies by itself: cp.async, TMA's loads and stores by tensor maps, st.async. Copies land as late as the waits allow."""
+"""Asynchronous copies: cp.async, TMA's loads and stores by tensor maps, st.async. They land as late as the waits allow."""
 
 import math
 
@@ -15,7 +15,7 @@ SIZES = {"FLOAT32": 4, "TFLOAT32": 4, "BFLOAT16": 2, "FLOAT16": 2, "UINT8": 1, "
 ELEMENTS = {"FLOAT32": np.float32, "TFLOAT32": np.float32, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT16": np.float16}
 ELEMENTS |= {"INT32": np.int32, "UINT8": np.uint8}
 FOLDS = {"add": np.add, "min": np.fmin, "max": np.fmax}
-TENSOR_ALIGN = 128  # bytes, of where in shared memory a tensor copy begins or ends (PTX ISA, "cp.async.bulk.tensor")
+TENSOR_ALIGN = 128  # bytes: the alignment of a tensor copy's address in shared memory (PTX ISA, "cp.async.bulk.tensor")
 TURNS = {"NONE": 0, "32B": 1, "64B": 3, "128B": 7}  # which bits of a chunk's number a swizzle changes
 
 
@@ -86,7 +86,8 @@ class Map:
         self.nbytes = math.prod(encoding.box) * self.size
 
     def box(self, at):
-        """(offsets of the box's elements from the array's first, which of them are inside) with the innermost axis last."""
+        """(offsets of the box's elements from the array's first one, which of them lie inside the array), innermost axis
+        last."""
         offset, inside = np.zeros((), np.int64), np.ones((), bool)
         for start, extent, count, step in zip(at, self.encoding.box, self.encoding.extents, self.steps):  # innermost first
             index = np.arange(extent) + start
@@ -126,7 +127,7 @@ def _box(w, given, deed):
 
 
 def _begins(w, first, deed):
-    """A Hazard if no box can lie at this address of shared memory."""
+    """Raises a Hazard if a box may not begin at this address of shared memory."""
     if first % TENSOR_ALIGN:
         raise w.hazard(f"{deed}: shared memory at {first}, which is no multiple of {TENSOR_ALIGN}")
 
@@ -187,7 +188,7 @@ def _load(w, lane, home, what, first, where, places, inside, memory, deed):
 
     copy = w.block.cluster.start(land, deed, what.nbytes, w.place())
     time = bar.begin_copy(thread, copy)
-    for waited in () if home is w.block else w.block.mbarriers:  # who sees it complete knows what the copy has waited for
+    for waited in () if home is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
         bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
     shadow.start_filling(bar.agent, time, span, Event("copy", f"the end of {deed}", copy.place))
 
@@ -234,7 +235,7 @@ def _(match, w, at):
 def _(_, w, at):
     lanes = np.flatnonzero(w.mask)
     if any(store.lane not in lanes for store in w.stores):
-        return  # of other lanes, which have not committed
+        return  # the stores of other lanes, which have not committed
     w.store_groups.append(w.stores)
     w.stores = []
 
@@ -249,7 +250,7 @@ def _(match, w, at):
     if done:
         agent = w.block.store_agents[w.index]
         starters = sorted({store.lane for store in waited})
-        for lane in starters:  # of others' groups a lane learns nothing
+        for lane in starters:  # a lane learns nothing about the groups of other lanes
             if lane in lanes:
                 w.clocks[lane, agent] = max(w.clocks[lane, agent], done[-1])
         w.stores_known = max(w.stores_known, done[-1])

@@ -1,5 +1,5 @@
-"""Ways through a program: where lanes that part at a branch meet again, the branch's immediate postdominator; and how many
-registers hold values at once."""
+"""Control flow: where lanes that diverge at a branch meet again (the branch's immediate postdominator), and how many registers
+are live at once."""
 
 from .text import Address, Program, Reg
 
@@ -7,7 +7,7 @@ READS = ("st.", "red.", "bar", "cp.", "wgmma.", "nanosleep", "setmaxnreg")  # op
 
 
 def _ways(program):
-    """For each instruction, those that may come next (the end: their number)."""
+    """For each instruction, the indices of those that may come next; the end is the number of instructions."""
     end, follow = len(program.code), []
     for k, at in enumerate(program.code):
         leaves = at.opcode in ("ret", "exit")
@@ -18,13 +18,13 @@ def _ways(program):
 
 
 def meets(program: Program) -> list[int]:
-    """For each instruction, the first one that every way from it to the end comes through (the end: their number)."""
+    """For each instruction, its immediate postdominator: the first one that every path to the end comes through."""
     end, follow = len(program.code), _ways(program)
     before: list[list[int]] = [[] for _ in range(end + 1)]
     for k, ways in enumerate(follow):
         for way in ways:
             before[way].append(k)
-    order: list[int] = []  # each after all from which one comes to it
+    order: list[int] = []  # each instruction stands after those that lead to it
     rank, todo = [-1] * (end + 1), [(end, iter(before[end]))]
     seen = {end}
     while todo:
@@ -61,9 +61,9 @@ def meets(program: Program) -> list[int]:
 
 
 def pressure(program: Program) -> int:
-    """The most registers of four bytes that hold values at once, of which something later is read, in the order of the text.
+    """The most registers of four bytes that are live at once, if instructions stay in the order of the text.
 
-    ptxas orders anew, and adds some; but what stays far below its limit here does not spill there."""
+    ptxas reorders them and needs some more registers, but a kernel that stays far below the limit here does not spill there."""
     follow, used, made = _ways(program), [], []
     for at in program.code:
         wide = _bits(at.operands[1:] if at.operands else [])
@@ -88,7 +88,7 @@ def pressure(program: Program) -> int:
 
 
 def _bits(operands):
-    """The registers among operands, as bits."""
+    """The registers among the operands, as a bit mask."""
     found = 0
     for one in operands:
         if isinstance(one, Reg):

@@ -14,14 +14,14 @@ from .moves import address
 from .table import TYPES, means, operand
 from .text import Imm, Reg
 
-SLICE = 32  # bytes along k that an instruction takes
+SLICE = 32  # bytes along k that one instruction multiplies
 ROW = 16  # bytes of a row of an 8 x 8 matrix
 LANE = np.arange(LANES)
 
 
 # ---- ldmatrix, stmatrix --------------------------------------------------------------------------------------------
 def _matrices(w, count, at):
-    """The bytes (count, 8 rows, 16) that lanes 0..7, 8..15, ... name."""
+    """The bytes (count, 8 rows, 16) at the addresses that lanes 0..7, 8..15, ... give."""
     w.converged(at.opcode)
     mask, full = w.mask, w.full
     w.mask = 8 * count > LANE
@@ -122,8 +122,8 @@ class Pending:
 
 
 class Mma:
-    """A warp's part of a wgmma, 16 rows: what it is to multiply, from registers or of shared memory. held: {slot: value} of A's
-    registers, which must not change before the wait."""
+    """A warp's part of a wgmma, 16 rows. compute: multiplies the operands, from registers and shared memory. held: {slot:
+    value} of A's registers, which must not change before the wait."""
 
     def __init__(self, place, registers, compute, held):
         self.place, self.compute, self.held = place, compute, held
@@ -211,7 +211,7 @@ def _accumulator(w, reg):
 
 
 def _fenced(w, reg: Reg):
-    """The register; a Hazard if it was written, and not by a wgmma, since the last wgmma.fence."""
+    """The register. A Hazard if it was written since the last wgmma.fence, and not by a wgmma."""
     if id(w.get(reg)) not in w.fenced_ids():
         raise w.hazard("wgmma reads a register that was written after the last wgmma.fence", "fence")
     return reg

@@ -1,9 +1,9 @@
 """Memory by address: global memory as it lies in the host, shared memory byte by byte under supervision.
 
-Who has a clock here is a *thread*: each lane, its copies by cp.async, both once more as the asynchronous proxy sees them; each
-warp's mmas and bulk stores; each mbarrier's copies (see interpreter/shadow.py for what clocks are). So a `__syncwarp` that is
-missing shows. What a lane writes to a *peer's* memory it writes as one more agent, of which a peer hears only by releases and
-acquires of the cluster's scope. A cell is one byte.
+Everything that accesses memory by itself is an agent with a clock (interpreter/shadow.py explains clocks): each lane; its
+copies by cp.async; both once more as the asynchronous proxy sees them; each warp's mmas and bulk stores; each mbarrier's
+copies. Because each lane has a clock, a missing `__syncwarp` is found. A lane writes to a *peer's* memory as one more agent,
+which a peer knows of only by releases and acquires at cluster scope. A cell is one byte.
 """
 
 import ctypes
@@ -58,8 +58,8 @@ class Global:
 
 
 class Shared:
-    """One block's shared memory. Cells are a slice, or an array of indices; `know(agents)` gives the times up to which the one
-    who asks knows these agents' accesses, for an array like that of the cells."""
+    """One block's shared memory. Cells are a slice, or an array of indices. `ask.know(agents)` gives the times up to which the
+    one who asks knows these agents' accesses, as an array of the same shape as the cells."""
 
     def __init__(self, nbytes, agents):
         self.end = BASE + nbytes
@@ -85,8 +85,8 @@ class Shared:
         return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
 
     def unreadable(self, ask, cells, plain=False):
-        """What forbids this reader these cells: (kind, cause), or None. plain: what nobody has written may be loaded, as
-        nothing may come of it; it is poison."""
+        """Why this reader may not read these cells: (kind, cause), or None. plain: cells that nobody has written may be loaded,
+        because the value may never be used; it is poison."""
         state = self.state[cells]
         if found := self._order(ask, cells):
             return found
@@ -97,7 +97,7 @@ class Shared:
         return "never written", "which nobody has written"
 
     def unwritable(self, ask, cells):
-        """What forbids this writer these cells: (kind, cause), or None."""
+        """Why this writer may not write these cells: (kind, cause), or None."""
         if (self.state[cells] == BARRIER).any():
             return "plan", "where an mbarrier lies"
         if found := self._order(ask, cells):
@@ -149,25 +149,26 @@ class Shared:
         self.writes.append(event)
 
     def start_filling(self, agent, time, cells, event):
-        """The same for a copy that has only begun: nothing of what lies there is good any more."""
+        """The same for a copy that has only begun: what lies there is invalid from now on."""
         self.note_write(agent, time, cells, FILLING, event)
         self.bytes[cells] = POISON
 
 
 class Ask:
-    """Someone who would access shared memory: a clock (agents,), or one for each of `rows` (n,) of clocks (lanes, agents).
-    asynchronous: as the asynchronous proxy, which knows of ordinary accesses what it was told by fences."""
+    """The knowledge of someone who accesses shared memory: a clock (agents,), or one for each of the `rows` (n,) of clocks
+    (lanes, agents). asynchronous: through the asynchronous proxy, which knows only those ordinary accesses that a fence has
+    covered."""
 
     def __init__(self, clock, ordinary, asynchronous=False, rows=None):
         self.clock, self.ordinary, self.asynchronous = clock, ordinary, asynchronous
         self.rows = None if rows is None else rows[:, None]
 
     def plainly(self, agents):
-        """The times up to which it knows these agents, doubles apart."""
+        """The times up to which it knows these agents; those of the asynchronous proxy are agents of their own."""
         return self.clock[agents] if self.rows is None else self.clock[self.rows, agents]
 
     def know(self, agents):
-        """The times that it goes by."""
+        """The times that decide what it may access."""
         if self.asynchronous:
             agents = np.where(agents < self.ordinary, agents + self.ordinary, agents)
         return self.plainly(agents)

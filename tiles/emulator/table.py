@@ -84,7 +84,8 @@ def pure(pattern, result, *operands):
 
 
 def meaning(at: Instruction) -> Run:
-    """What executes an instruction, as a function of the warp. NotImplementedError that names it: it is not in the table."""
+    """The function of the warp that executes an instruction. NotImplementedError, which names the instruction: it is not in the
+    table."""
     found = _found(at.opcode)
     if found is None:
         raise NotImplementedError(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..lines import is_op
+from ..line_table import is_op
 
 _TOKEN = re.compile(
     r"\s+|//[^\n]*"
@@ -73,10 +73,10 @@ class Instruction:
 
 @dataclass
 class Program:
-    """What a kernel's text says. parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in a
-    thread's own memory, of local_bytes. widths: of each register. runs: what executes each instruction; meets: where lanes
-    that part there come together. with_lines: makes the same instructions once more, with their lines of Python, where these
-    have none."""
+    """A kernel's text, read. parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in a thread's
+    own memory, of local_bytes. widths: of each register. runs: the function that executes each instruction. meets: for each
+    instruction, where lanes that diverge there meet again. with_lines: compiles the same instructions with a table of lines, if
+    these have none."""
 
     name: str
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -90,10 +90,10 @@ class Program:
 
     @functools.cached_property
     def shown(self):
-        """The instructions as people are shown them. A table of lines takes a fifth of the time to compile, and is there for
-        what fails alone."""
+        """The instructions with their lines of Python, for error messages. A table of lines costs a fifth of the time of
+        compiling, so it is made only when something fails."""
         found = self.with_lines() if self.with_lines else self.code
-        alike = [at.opcode for at in found] == [at.opcode for at in self.code]  # which nobody promises
+        alike = [at.opcode for at in found] == [at.opcode for at in self.code]  # nothing promises that they are
         return found if alike else self.code
 
 
@@ -102,7 +102,7 @@ class _Scope:
 
     def __init__(self, outer=None):
         self.outer, self.names, self.ranges, self.labels = outer, {}, {}, {}
-        self.operands = {}  # as they are written: what they are
+        self.operands = {}  # text of an operand -> what it is
 
     def register(self, program, name):
         """The Reg of that name; None: nobody has declared it."""
@@ -134,7 +134,7 @@ class _Scope:
 
 
 def read(text: str) -> Program:
-    """The only kernel of a PTX module. ValueError: what a statement says is not understood."""
+    """Reads a PTX module with one kernel. ValueError: a statement is not understood."""
     files = dict(_FILE.findall(text))
     entry = _ENTRY.search(text)
     if not entry:
@@ -215,7 +215,7 @@ def _operand(program, scope, text):
     found = scope.operands.get(text)
     if found is None:
         found = _read_operand(program, scope, text)
-        scope.operands[text] = found  # reading it may have declared a register, which empties the table
+        scope.operands[text] = found  # only now: reading may have declared a register, which empties the table
     return found
 
 

@@ -20,9 +20,10 @@ from .memory import LOCAL, WINDOW, Ask
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-@functools.lru_cache(4096)  # a loop asks the same of other tiles
+@functools.lru_cache(4096)  # loops repeat the same pattern for other tiles
 def _busiest(at, size):
-    """How many different words the busiest bank is asked for in a pass of 128 bytes; at: of each lane, int64."""
+    """How many different words the busiest bank is asked for in a pass of 128 bytes. at: the addresses of the lanes, as
+    int64."""
     words, lanes = (np.frombuffer(at, np.int64)[:, None] + np.arange(0, size, 4)) // 4, max(1, min(LANES, 128 // size))
     passes = (set(words[first : first + lanes].ravel().tolist()) for first in range(0, len(words), lanes))
     return max(max(Counter(word % 32 for word in asked).values()) for asked in passes)
@@ -178,7 +179,7 @@ class Warp(greenlet):
     def _execute(self):
         code, runs, meets = self.program.code, self.program.runs, self.program.meets
         end, executed = len(code), self.block.cluster.counts.executed
-        stack = [[0, np.ones(LANES, bool), end, LANES]]  # where, which lanes, up to where, how many
+        stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they meet others, how many
         while stack:
             top = stack[-1]
             pc, mask, until, lanes = top
@@ -217,7 +218,7 @@ class Warp(greenlet):
 
     # -- shared memory
     def home(self, address):
-        """The block that an address among the cluster's lies in, and the address there."""
+        """(the block of the cluster in whose memory an address lies, the address there)"""
         rank, blocks = address >> WINDOW, self.block.cluster.blocks
         if rank >= len(blocks):
             raise self.hazard(f"the cluster has no block {rank}", "bounds")
@@ -226,7 +227,7 @@ class Warp(greenlet):
         return blocks[rank], address & (1 << WINDOW) - 1
 
     def asks(self, rows=None, asynchronous=False):
-        """Knowledge of these lanes, each of its own; without `rows`, what all lanes know."""
+        """The knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
         if rows is None:
             return Ask(self.clocks.min(0), self.agents.ordinary, asynchronous)
         return Ask(self.clocks, self.agents.ordinary, asynchronous, rows)
@@ -240,7 +241,7 @@ class Warp(greenlet):
         return Ask(self.clocks[lane], self.agents.ordinary, asynchronous)
 
     def within(self, first, last, align, home=None):
-        """A Hazard unless these bytes are of shared memory, and where `align` says."""
+        """Raises a Hazard unless these bytes lie in shared memory, at a multiple of `align`."""
         shadow = (home or self.block).shadow
         if first % align:
             raise self.hazard(f"shared memory at {first}, which is no multiple of {align}")
@@ -263,35 +264,37 @@ class Warp(greenlet):
         return home, lanes, at[:, None] + np.arange(size)
 
     def _count_passes(self, at, size):
-        """How often the busiest bank of a pass (128 bytes) is asked for different words."""
+        """Notes how many different words the busiest bank is asked for in a pass of 128 bytes."""
         ways, opcode = self.block.cluster.counts.ways, self.instruction.opcode
         ways[opcode] = max(ways.get(opcode, 0), _busiest((at - (at[0] & -128)).tobytes(), size))
 
-    def read_shared(self, addresses, size, what="reads shared memory", plain=False):
-        """(active lanes, size) bytes; `plain`: be they written or not."""
+    def read_shared(self, addresses, size, plain=False):
+        """(active lanes, size) bytes. plain: they may be bytes that nobody has written."""
+        deed = "reads shared memory"
         home, lanes, cells = self._cells(addresses, size)
-        home.reached(self.threads[lanes[0]], what)
-        self._allowed(home.shadow.unreadable(self.asks(lanes), cells, plain), what)
+        home.reached(self.threads[lanes[0]], deed)
+        self._allowed(home.shadow.unreadable(self.asks(lanes), cells, plain), deed)
         time = self.tick()
-        home.visited(self, time, what)
+        home.visited(self, time, deed)
         home.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
         return home.shadow.bytes[cells]
 
-    def write_shared(self, addresses, values, what="writes shared memory"):
+    def write_shared(self, addresses, values):
         """Store (active lanes, size) bytes."""
+        deed = "writes shared memory"
         home, lanes, cells = self._cells(addresses, values.shape[1])
-        home.reached(self.threads[lanes[0]], what)
-        self._allowed(home.shadow.unwritable(self.asks(lanes), cells), what)
+        home.reached(self.threads[lanes[0]], deed)
+        self._allowed(home.shadow.unwritable(self.asks(lanes), cells), deed)
         time, writers = self.tick(), self.first + lanes
         if home is not self.block:
             writers = self.block.cluster.abroad.start + writers
             self.clocks[lanes, writers] = time
-        home.visited(self, time, what)
+        home.visited(self, time, deed)
         event = Event("store", "the write", self.place())
         home.shadow.note_write(writers[:, None], time, cells, VALID, event)
         home.shadow.bytes[cells] = values
         if (home.shadow.bytes[cells] != values).any():
-            raise self.hazard(f"{what}, and lanes put different numbers in the same place", "race")
+            raise self.hazard(f"{deed}, and lanes put different numbers in the same place", "race")
 
     def own_bytes(self, addresses, size):
         """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""

@@ -8,8 +8,8 @@ from inspect import getblock
 from textwrap import dedent
 from typing import NamedTuple
 
-from .. import lines, sass
-from ..lines import Place
+from .. import line_table, sass
+from ..line_table import Place
 
 
 class Line(NamedTuple):
@@ -45,7 +45,7 @@ def of_cubin(cubin: bytes) -> tuple[Line, ...]:
 def of_ptx(text: str, name: str) -> tuple[Line, ...]:
     """The instructions and labels of a PTX kernel; its parameters by their numbers."""
     depth, found = 0, []  # of braces: inline assembly has its own
-    for line, place in zip(text.splitlines(), lines.of_ptx(text)):
+    for line, place in zip(text.splitlines(), line_table.of_ptx(text)):
         line = " ".join(line.replace(f"{name}_param_", "param_").split())
         if line.startswith("//"):
             continue

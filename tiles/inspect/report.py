@@ -24,7 +24,7 @@ from numba.cuda import types
 from ..arguments import parameter, parameters, same_place, signature, types_of
 from ..compiler import Lowered
 from ..device import device
-from ..plumbing import Value
+from ..numba_types import Value
 from ..types import gl
 from .code import Line, Source, function_at, mnemonic, of_cubin, of_ptx
 from .compare import Difference

@@ -1,12 +1,12 @@
 """Which arrays of a launch its blocks read, and which they write.
 
-Blocks that read nothing that any block writes may run in any order, each in a process of its own (processes.py). What they
-touch is noted where it happens: an index into an array, a copy by TMA or cp.async, an op that is given an array. By the name of
-its parameter an op reads a `source` and writes a `target`; of any other name it may do either. One that gives back an array
-gives a view, which is noted when it is used.
+If no block reads what any block writes, blocks may run in any order, each in a process of its own (processes.py). Accesses are
+noted where they happen: at an index into an array, a copy by TMA or cp.async, an op that is given an array. An op reads an
+array that is its `source` and writes one that is its `target`; with a parameter of another name it may do either. If an op
+returns an array, that is a view, and its use is noted.
 
-Arrays that share memory count as one, and all of an array is touched at once: two blocks that each read and write their own
-part of it are taken for two that do not agree.
+Arrays that share memory count as one, and an access counts for the whole array: two blocks that each read and write their own
+part of an array are taken for a conflict.
 """
 
 import bisect
@@ -25,9 +25,9 @@ DEEDS = {"source": (READ,), "pool": (READ,), "pages": (READ,), "target": (WRITE,
 
 
 class Accesses:
-    """Of the blocks that run on these arrays. The marks lie in memory that forked processes share: of each array that it was
-    read and that it was written, and a last one, that blocks in two processes stored to one element. strict: a Clash ends the
-    block that brings it about."""
+    """The accesses of the blocks that run on these arrays, as marks in memory that forked processes share: two for each array,
+    that it was read and that it was written, and a last one, that blocks in two processes stored to one element. strict: the
+    block that causes a Clash ends with it."""
 
     def __init__(self, arrays):
         spans = []  # [start, end) of bytes
@@ -41,13 +41,13 @@ class Accesses:
         self.stores = Stores()
 
     def span(self, array):
-        """(start, end, marks) of the span that an array lies in; None: it is none of this launch, or has no elements."""
+        """(start, end, marks) of the span in which an array lies; None if it is no array of this launch, or has no elements."""
         at = array.__array_interface__["data"][0]
         k = bisect.bisect(self.spans, at, key=lambda span: span[0]) - 1
         return self.spans[k] if array.size and k >= 0 and at < self.spans[k][1] else None
 
     def note(self, array, deed):
-        """A block reads or writes an array."""
+        """Note that a block reads or writes an array."""
         span = self.span(array)
         if span and not self.marks[span[2] + deed]:
             self.marks[span[2] + deed] = 1

@@ -15,7 +15,8 @@ from .record import Arrived, Feeds, Waited, note
 
 
 class Mbarrier:
-    """An mbarrier: arrivals and bytes due in this phase, phases completed, and what their completion lets one know."""
+    """An mbarrier: arrivals and bytes that this phase waits for, the phases that are complete, and what each of them
+    publishes."""
 
     def __init__(self, block, name, count, on_phase=None):
         self.block, self.name, self.spec, self.count, self.on_phase = block, name, barrier(count), count, on_phase
@@ -31,11 +32,11 @@ class Mbarrier:
         block.mbarriers.append(self)
 
     def knows(self, warp, phase):
-        """Does the warp know that `phase` phases are complete, on any schedule?"""
+        """Does the warp know, on any schedule, that `phase` phases are complete?"""
         return self.is_known(warp.clock, phase)
 
     def is_known(self, clock, phase):
-        """Does one who knows `clock`?"""
+        """The same for a clock."""
         if phase <= 0 or clock[self.agent] >= phase:
             return True
         arrivals = self.complete[phase] if phase <= self.phase else None
@@ -68,8 +69,8 @@ class Mbarrier:
         self._settle(warp, place)
 
     def begin_copy(self, warp, copy, after=()):
-        """A copy whose bytes will count in this phase. Returns the time of the copies' clock at which it is over. after:
-        mbarriers whose phases were waited for before: who sees this phase complete knows of theirs."""
+        """Begin a copy whose bytes count in this phase. Returns the time of the copies' clock at which it is over. after:
+        mbarriers that were waited for before: who sees this phase complete also knows what they published."""
         for bar in after:
             self.clock[bar.agent] = max(self.clock[bar.agent], bar.phase)
         self._enter(warp, "starts a copy that counts on", "bytes")
@@ -79,11 +80,11 @@ class Mbarrier:
         return self.phase + 1
 
     def learn(self, clock):
-        """Who sees this phase complete knows what `clock` knows."""
+        """Publish a clock with this phase: who sees it complete knows what the clock knows."""
         np.maximum(self.clock, clock, out=self.clock)
 
     def end_copy(self, copy):
-        """It has landed."""
+        """A copy has landed."""
         self.flying.remove(copy)
         self.bytes -= copy.nbytes
         self._settle(None, copy.place)
@@ -102,7 +103,7 @@ class Mbarrier:
             self._complete(warp, place)
 
     def _follows(self, index, time):
-        """Does the phase that completes now come after what agent `index` did at its `time`?"""
+        """Is the phase that completes now ordered after what agent `index` did at its `time`?"""
         return self.clock[index] >= time
 
     def _complete(self, warp, place):
@@ -124,7 +125,7 @@ class Mbarrier:
         self.published.append(self.clock.copy())
 
     def wait(self, warp, phases, what="", lacks=None):
-        """Until `phases` phases are complete; `what` is waited for, and `lacks()` says why in vain."""
+        """Wait until `phases` phases are complete. what: names what is waited for. lacks: says why, if it never comes."""
         name, what = what or self.name, f"{what}: " * bool(what)
         if not self.knows(warp, phases - 1):
             raise warp.hazard(
@@ -157,7 +158,7 @@ class Mbarrier:
         return f"phase {phase} of {self.name}, which lacks {' and '.join(parts)}"
 
     def close(self, warps):
-        """At the block's end: is everything that was promised here done, and does somebody know?"""
+        """At the block's end: has everything happened that this barrier waits for, and has somebody waited for it?"""
         if self.last_copy and max(warp.clock[self.agent] for warp in warps) < self.last_copy[0]:
             raise Hazard(
                 "unfinished", f"the block ends, and nobody has waited for {self.last_copy[1].deed}", self.last_copy[1].place
@@ -176,7 +177,7 @@ class Named:
         self.clock, self.published = np.zeros(block.agents.count, np.int64), {}
 
     def meet(self, warp, threads, sync=True, what="", vote=False):
-        """Arrive, and unless `sync` is false wait until `threads` threads have. vote: bar.red, which all must say."""
+        """Arrive, and if `sync` wait until `threads` threads have arrived. vote: by bar.red, which all warps must use then."""
         place = warp.place()
         if self.arrived and vote != self.vote:
             cause = f"{what}named barrier {self.number} is met at by some, and voted at by others"

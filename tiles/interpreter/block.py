@@ -18,7 +18,9 @@ class Block:
         self.crew, self.agents, self.grid = [], cluster.agents, cluster.grid
         groups = -(-self.size // WARPGROUP)
         self.shadow = Shadow(self.smem.nbytes if self.smem else 0, self.agents)
-        self.mma_agents = [self.agents.new() for _ in range(self.size)]  # of each warp: its part's end says nothing of others'
+        self.mma_agents = [
+            self.agents.new() for _ in range(self.size)
+        ]  # one for each warp: the end of its part says nothing about those of others
         self.store_agents = [self.agents.new() for _ in range(self.size)]
         self.mmas, self.deeds = [[] for _ in range(groups)], [[] for _ in range(groups)]
         self.named_barriers = {}
@@ -61,7 +63,7 @@ class Block:
         self.pool, warp.registers = self.pool - more, n
 
     def reached(self, warp, deed):
-        """A warp, of a peer if not of this block, reaches into this block's shared memory: it must be set up."""
+        """A warp of this block or of a peer accesses this block's shared memory, which must have been set up."""
         if warp.block is self:
             return
         agent, time = self.ready or (0, None)
@@ -73,12 +75,12 @@ class Block:
             )
 
     def visited(self, warp, time, deed):
-        """Such a warp has done so at its `time`: the block must not end before."""
+        """Note that such a warp did so at its `time`: the block must not end before that."""
         if warp.block is not self:
             self.visits.append((warp.agent, time, Event("visit", deed, warp.place())))
 
     def close(self):
-        """At the end: is everything done that was started here, and has nobody come too late?"""
+        """At the block's end: is everything over that was started here, and did no peer come too late?"""
         for part in (*self.crew, *self.mbarriers, *self.slots):
             part.close(self.crew)
         for agent, time, event in self.visits:

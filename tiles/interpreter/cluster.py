@@ -15,7 +15,7 @@ from .record import Arrived, Waited, note
 from .shadow import Agents
 from .warp import Warp
 
-PATIENCE = 0.5  # a seed's chance that a warp gives way, or that a copy in flight lands, at each opportunity
+PATIENCE = 0.5  # with a seed: the probability that a warp gives way, or a copy in flight lands, at each opportunity
 
 
 class Work:
@@ -33,8 +33,8 @@ class Cluster:
     source: the functions of the kernel (see language.rebind). resident: blocks for which a multiprocessor must have
     registers.
 
-    accesses: where accesses to global arrays are noted (accesses.py). tick: is called now and then. in_turn: it has waited for
-    a count, and so for other clusters' stores."""
+    accesses: where accesses to global arrays are noted (accesses.py). tick: called now and then, to show progress. in_turn:
+    whether it has waited for a count, and so for other clusters' stores."""
 
     accesses, tick, in_turn = None, staticmethod(lambda: None), False
 
@@ -61,7 +61,7 @@ class Cluster:
 
     # -- the schedule
     def gives_way(self):
-        """Shall a warp that need not wait let others run all the same?"""
+        """With a seed: shall a warp that need not wait let others run first?"""
         return self.rng is not None and self.rng.random() < PATIENCE
 
     def run(self, kernel, args):
@@ -92,8 +92,8 @@ class Cluster:
         return Warp(block, index, kernel, args)
 
     def end(self):
-        """It has run. Its blocks, warps and lanes hold on to each other, and their memory would stay until somebody collects
-        garbage."""
+        """Free the memory of a cluster that has run. Its blocks, warps and lanes refer to each other, so it would otherwise
+        stay until garbage is collected."""
         for block in self.blocks:
             for warp in block.crew:
                 vars(warp).clear()

@@ -1,10 +1,10 @@
-"""What cp.async brings of a global array, and whether it can."""
+"""The part of a global array that a cp.async copies, and whether it can copy it."""
 
 import numpy as np
 
 
 def misaligned(array, at, cols, piece):
-    """What keeps an array from being copied in pieces of `piece` bytes from index `at` on, or None."""
+    """Why an array cannot be copied in pieces of `piece` bytes from index `at` on, or None."""
     steps = [stride for axis, stride in enumerate(array.strides) if axis != cols and array.shape[axis] > 1]
     if array.strides[cols] != array.itemsize or any(step % piece for step in steps) or array.ctypes.data % piece:
         return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {piece} bytes"
@@ -22,7 +22,7 @@ def cut(array, at, shape, rows, cols):
 
 
 def inside(array, at, shape, rows, cols):
-    """What of that tile lies inside the array, as a view of it, and which part of the tile that is."""
+    """(the part of that tile that lies inside the array, as a view; which part of the tile it is)"""
     index, where = list(at), {}
     for axis, extent in ((rows, shape[0]), (cols, shape[1])):
         low, high = (min(max(x, 0), array.shape[axis]) for x in (at[axis], at[axis] + extent))

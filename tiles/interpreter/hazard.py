@@ -26,8 +26,8 @@ KINDS = {
 
 
 class Place(NamedTuple):
-    """A warp and the statement it is at. within: of each function it is in, the innermost first, (its code, an offset in it).
-    code: the instruction, of a kernel that runs as compiled."""
+    """A warp and the statement that it executes. within: (code, offset in it) of each function that it is in, the innermost
+    first. code: the instruction, if the kernel runs as compiled."""
 
     block: tuple
     warp: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     @property
     def frames(self):
-        """(file, line) of each function. Found when somebody asks: it takes longer than most ops, and few places are shown."""
+        """(file, line) in each function. Computed on demand: it takes longer than most ops, and few places are ever shown."""
         return tuple(_line(*where) for where in self.within)
 
     @property

@@ -11,10 +11,11 @@ from numba import cuda
 from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
+from ..numba_members import plain_function
+from ..numba_types import member
 from ..op import OPS
-from ..plumbing import member, plain_function
-from ..refused import REFUSED, check_print, refuse_values
 from ..types import is_static
+from ..unsupported import REFUSED, check_print, refuse_values
 from ..values import Tile
 from .accesses import READ, WRITE
 from .record import Touched, note, recording
@@ -30,7 +31,8 @@ def here() -> Warp:
 
 
 class Lanes:
-    """A number per lane of the warp (cuda.threadIdx.x). Whatever is the same in all lanes is a plain number again."""
+    """A number for each lane of the warp, such as cuda.threadIdx.x. If all lanes have the same number, it becomes a plain
+    one."""
 
     __array_ufunc__ = None
 
@@ -107,7 +109,7 @@ class Cuda:
         block.named(0, LANES * block.size).meet(here(), LANES * block.size, what="syncthreads: ")
 
     def syncwarp(self, mask=-1):
-        """The lanes of a warp meet: here they are never apart."""
+        """The lanes of a warp meet. Here they never diverge, so nothing is to be done."""
 
     def __getattr__(self, name):
         instead = INSTEAD_OF_CUDA.get(name, "use tiles and ops")
@@ -115,7 +117,7 @@ class Cuda:
 
 
 class Bounded(np.ndarray):
-    """A global array that stops the kernel at an index outside it. By vectors and tiles of indices it is an op's."""
+    """A global array that stops the kernel at an index outside it. (Indices that are vectors or tiles are an op: gather.)"""
 
     def __getitem__(self, index):
         if any(isinstance(i, Tile) for i in (index if isinstance(index, tuple) else (index,))):
@@ -124,7 +126,7 @@ class Bounded(np.ndarray):
         if isinstance(found, np.ndarray):
             return found
         self._touched(index, False)
-        return int(found) if isinstance(found, np.integer) else found  # a kernel computes with 64 bits, whatever it has read
+        return int(found) if isinstance(found, np.integer) else found  # kernels compute with 64 bits, whatever the array holds
 
     def __setitem__(self, index, value):
         index = self._inside(index, WRITE)
@@ -179,8 +181,8 @@ class Module:
 
 
 class Static:
-    """A static object (static.py) seen from a kernel: its fields and properties as kernels see them, its methods made to run
-    here. Anything else takes it for the object itself."""
+    """A static object (static.py) as an interpreted kernel sees it: its fields and properties, and its methods rebound (see
+    `rebind`). To all other code it is equal to the object itself."""
 
     def __init__(self, value, seen):
         self.__dict__.update(_Static__value=value, _Static__seen=seen)
@@ -204,7 +206,7 @@ class Static:
         return found
 
     def __setattr__(self, name, value):
-        setattr(self.__value, name, value)  # which refuses
+        setattr(self.__value, name, value)  # raises: the object is frozen
 
     def __eq__(self, other):
         return self.__value == getattr(other, "_Static__value", other)
@@ -219,7 +221,7 @@ class Static:
 
 
 def _named(cls, seen):
-    """A class of named tuples with its methods made to run here."""
+    """A class of named tuples with its methods rebound (see `rebind`)."""
     if cls not in seen:
         new = seen[cls] = type(cls.__name__, (cls,), {"__slots__": (), "__qualname__": cls.__qualname__})
         for name in dir(cls):

@@ -1,14 +1,15 @@
-"""The clusters of a large grid in several processes, with the findings, results and words that they have one after the other.
+"""Runs the clusters of a large grid in several processes, with the same hazards, results and output as one after the other.
 
-The first ones run here. When what is left would take more than WORTH seconds, and no array is both read and written, processes
-are forked that take clusters in order, on copies of the arrays in memory that all of them see (accesses.py). Nothing of what
-they do counts until it is known to be right:
+The first clusters run in this process. If the rest would take more than WORTH seconds, and no array is both read and written,
+processes are forked that take clusters in order. They work on copies of the arrays, in memory that they share (accesses.py), so
+that nothing counts until it is known to be right:
 
-- An array turns out to be read by one cluster and written by another, or an element to be stored to by two: the copies are
-  thrown away, and all goes on here.
-- A cluster fails, whatever the reason: those before it are waited for, and it is run once more here, where its Hazard is raised
-  (and a breakpoint stops, and a debugger looks). A cluster's random order follows from the seed and its number alone, so it
-  fails in the same way.
+- If an array turns out to be read by one cluster and written by another, or an element to be stored to by two, the copies are
+  thrown away, and all remaining clusters run in this process.
+- If a cluster fails, for whatever reason, those before it are waited for, and it runs once more in this process. Here its
+Hazard
+  is raised, breakpoints stop and debuggers work. A cluster's random order follows from the seed and its number alone, so it
+  fails in the same way again.
 - What kernels print is kept, and printed in the order of clusters.
 """
 
@@ -29,14 +30,14 @@ from greenlet import getcurrent
 
 from .accesses import Accesses
 
-WORTH = 2.0  # seconds that must be left, for processes to be forked
+WORTH = 2.0  # seconds of remaining work that make it worth while to fork processes
 PULSE = 0.25  # seconds between two looks at accesses and the time
 TOKEN = 4  # bytes of a cluster's number
 
 
 def jobs():
-    """How many processes may run at once: TILES_JOBS, by default one for each core; or one, where forking may do harm (threads
-    hold locks that nobody will release in the child) or hide something (a debugger)."""
+    """How many processes may run at once: TILES_JOBS, by default one for each core. One only, where forking might do harm (a
+    thread may hold a lock, which nobody would release in the child) or hide something (from a debugger)."""
     if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or getcurrent().parent is not None:
         return 1
     said = os.environ.get("TILES_JOBS", "")
@@ -49,7 +50,7 @@ def jobs():
 
 
 def run_all(count, run, args, progress, clock=time.monotonic):
-    """run(n, args, accesses) for n from 0 to count - 1, in order, or as if it were."""
+    """run(n, args, accesses) for n from 0 to count - 1, in order or as if in order."""
     arrays = arrays_of(args)
     accesses, words, asked = Accesses(arrays), {}, False
     for n in range(count):
@@ -68,7 +69,7 @@ def run_all(count, run, args, progress, clock=time.monotonic):
 
 
 def _forked(numbers, run, args, arrays, accesses, progress, most):
-    """What those of these clusters printed that could be run in processes: {number: text}."""
+    """{number: what it printed} of the clusters that could be run in processes."""
     copies, moved = accesses.shared(arrays)
     replaced = dict(zip(map(id, arrays), copies))
     theirs = [_moved(arg, replaced) for arg in args]
@@ -102,7 +103,7 @@ def _moved(arg, replaced):
 
 
 def _gathered(numbers, run, accesses, progress, most):
-    """{number: what it printed} of those that ended well, all up to the first that did not among them."""
+    """{number: what it printed} of the clusters that ended well; all that come before the first failure are among them."""
     tokens, feed = os.pipe()
     os.set_blocking(feed, False)
     waiting = memoryview(b"".join(n.to_bytes(TOKEN, "little") for n in numbers))
@@ -111,7 +112,7 @@ def _gathered(numbers, run, accesses, progress, most):
         for _ in range(most):
             ours, theirs = Pipe(duplex=False)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python's, of threads: `jobs` has looked
+                warnings.simplefilter("ignore")  # Python warns that there are threads; `jobs` has checked them
                 child = os.fork()
             if not child:
                 ours.close()
@@ -153,7 +154,7 @@ def _gathered(numbers, run, accesses, progress, most):
 def _work(tokens, feed, results, run):
     """In a child: clusters as they come, until one fails or there are no more. It never returns."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who has forked it will end it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent will end this process
         gc.freeze()  # whatever was there belongs to the parent
         os.close(feed)
         sys.breakpointhook = _no_terminal

@@ -16,7 +16,8 @@ class Slot:
     """One stage of a ring: its barriers, the tile it holds, how often that one was released.
 
     `tile` makes the shared tile number j; `readers` warps must release it before the slot is filled again. If the blocks of a
-    cluster share the ring, each fills its part of the tile in all of them, once the readers of all have released it."""
+    cluster share the ring, each fills its part of the tile in all of them, once the readers of all have released it; the
+    writers of each store their part of the tile in all of them."""
 
     def __init__(self, block, ring, index, tile):
         self.block, self.ring, self.index, self.tile = block, ring, index, tile
@@ -32,7 +33,7 @@ class Slot:
         return f"tile {j} of ring {self.ring.name!r}"
 
     @property
-    def _everywhere(self):
+    def everywhere(self):
         """This slot in all blocks that share the ring."""
         if self.ring.blocks == 1:
             return [self]
@@ -60,7 +61,7 @@ class Slot:
             if part != self.block.rank:
                 return
             self.brought = part, parts, across
-        for slot in self._everywhere:
+        for slot in self.everywhere:
             warp.load_async(self._part(slot, j, part, parts, across), slot.full, source, at, [self.empty])
 
     def fill_pages(self, warp, j, pool, pages, size, at, last, parts):
@@ -107,7 +108,8 @@ class Slot:
         if j != last + self.ring.stages:
             due = last + self.ring.stages
             raise warp.hazard(f"claims {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
-        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
+        for slot in self.everywhere:  # releases arrive in all blocks: if they are here they are there
+            slot.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", slot._held)
         self.claims[warp.index] = j, False
         return self.tile(j)
 
@@ -118,11 +120,13 @@ class Slot:
         self.claims[warp.index] = j, True
         if not isinstance(self.ring.tile, sv) and not fenced:
             warp.fence_async()
-        self.full.arrive(warp)
+        self.full.arrive(warp, self.ring.from_peers)
 
     def wait(self, warp, j):
         """Tile j, once it has arrived."""
         self.full.wait(warp, j // self.ring.stages + 1, self._name(j), self._unfilled)
+        if self.ring.writers and self.ring.blocks > 1:
+            warp.fence_async()
         return self.tile(j)
 
     def _unfilled(self, phase):
@@ -132,7 +136,8 @@ class Slot:
             return f"nobody fills part {part} of {parts} after {place.by('the last')}"
         if not self.ring.writers:
             return "nobody fills it"
-        return f"{self.ring.writers - self.full.due} of {self.ring.writers} writers have published it"
+        missing = f", and {self.full.bytes} bytes have not come from other blocks" * (self.full.bytes > 0)
+        return f"{self.ring.writers - self.full.due} of {self.ring.writers} writers have published it{missing}"
 
     def _held(self, phase):
         """Why the slot is not free."""
@@ -156,13 +161,14 @@ class Slot:
             warp.fence_async()
         self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
         warp.released[self] = j
-        for slot in self._everywhere:
+        for slot in self.everywhere:
             slot.empty.arrive(warp)
 
     def _hand_back(self, warp):
         """All readers have released the tile: it is gone, and whoever touched it must have said so."""
-        for slot in self._everywhere:
-            tile, shadow = self._part(slot, self.number, *self.brought), slot.block.shadow
+        for slot in [self] if self.ring.writers else self.everywhere:
+            tile = self.tile(self.number) if self.ring.writers else self._part(slot, self.number, *self.brought)
+            shadow = slot.block.shadow
             if found := shadow.unwritable(self.empty.clock, span(tile), not self.ring.writers):
                 kind, cause = found
                 raise warp.hazard(

@@ -26,15 +26,15 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..ampere import LARGE, ROOM, SHARED_BYTES
-from ..seen import CAUSAL, FULL
 from ..variants import At, Variant
-from .by_keys import ByKeys
-from .order import Ordered
-from .parts import BAND, PANEL, Held
+from ..visible_keys import CAUSAL, FULL
+from .base_config import BackwardConfig
+from .dq_order import Ordered
+from .dq_parts import BAND, PANEL, Held
 
 
 @dataclass(frozen=True)
-class Config(ByKeys):
+class Config(BackwardConfig):
     """A kernel's shape: keys that a warp owns; queries whose scores it has at once; do two warps own the same keys? Blocks that
     a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
     and strides are multiples of."""
@@ -48,7 +48,6 @@ class Config(ByKeys):
 
     @property
     def in_order(self) -> Ordered:
-        """See ByKeys."""
         return Ordered(self.warps, False)
 
     @property
@@ -95,7 +94,7 @@ def config_for(
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, both as the greater one. kind: see Kind."""
+    dims, both as the greater one. kind: see BaseConfig."""
     since_hopper = room >= LARGE
     shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
     padded = min(d for d in shapes if d >= max(head_dim, value_dim or head_dim))

@@ -9,18 +9,18 @@ from tiles.schema import REAL, Problem, Schema
 
 from ...names import by_other_names
 from ...options import flag, number, positive
-from ..asked import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of
 from ..assembled import assembled
-from ..derivative import derivatives
+from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of
 from ..gradient import ONCE
-from ..indexed import Asking, indexed
+from ..index_checks import Asking, indexed
 from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
-from ..python import named
+from ..python_functions import named
+from ..score_derivative import derivatives
 from ..scores import ScoredBack
 from . import norms
 from .launches import planned
-from .learned import GRADIENTS, read_by
-from .lists import FACING
+from .query_lists import FACING
+from .score_gradients import GRADIENTS, read_by
 
 OF_FORWARD = """
     dout BSHV  tile
@@ -263,8 +263,8 @@ def _variant(
     also: str,
     family: str | None,
 ) -> Plan:
-    """The same with options; mask and score are the names that python.py knows functions by, also the names of the gradients
-    that are asked for besides dq, dk and dv."""
+    """The same with options; mask and score are the names that python_functions.py knows functions by, also the names of the
+    gradients that are asked for besides dq, dk and dv."""
     check_extents(problem)
     scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
     masking, scoring, aux = functions_of(problem, mask, score)

@@ -1,5 +1,5 @@
-"""The gradient of a bias: a thread block has a tile of it, and goes through all heads, batches and tiles of queries that share
-it, one after the other."""
+"""The gradient of a bias: a thread block has a tile of it, and goes one after the other through all heads, batches and tiles of
+queries that share this tile."""
 
 import functools
 from collections.abc import Iterator
@@ -16,14 +16,15 @@ from tiles.layout import LANES
 
 from ..scores import Biased
 from ..variants import At
-from . import again
-from .parts import BAND
+from . import recomputed_scores
+from .dq_parts import BAND
 from .results import of_sums
 
 
 @dataclass(frozen=True)
-class Config(again.Config):
-    """See again.Config. one_row: is the bias the same for all queries? adds: is its gradient added to what is there?"""
+class Config(recomputed_scores.Config):
+    """See recomputed_scores.Config. one_row: the bias is the same for all queries. adds: the gradient is added to what is
+    there."""
 
     one_row: bool = field(kw_only=True)
     adds: bool = field(default=False, kw_only=True)
@@ -34,9 +35,9 @@ class Config(again.Config):
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, whole pieces."""
-    for padded, (queries, kv) in again.SHAPES.items():
+    for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         for one_row in (False, True):
-            read, others = again.Added(None), 64
+            read, others = recomputed_scores.Added(None), 64
             yield Config(padded, padded, bf16, Biased(True), kv, queries, others, None, PIECES[0], None, read, one_row=one_row)
 
 
@@ -44,9 +45,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, KV, ONE_ROW, INPUT, GIVEN, AUX = config.rows, config.kv, config.one_row, config.dtype, config.given, config.aux
-    scores, sequences, result = again.again(config), config.sequences, of_sums(config.adds)
+    scores, sequences, result = recomputed_scores.recomputed(config), config.sequences, of_sums(config.adds)
     S = scores.tile
-    smem = shared(**again.room(config), sums=sv(KV * config.warps, fp32))
+    smem = shared(**recomputed_scores.room(config), sums=sv(KV * config.warps, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(

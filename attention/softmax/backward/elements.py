@@ -1,9 +1,9 @@
-"""The gradients of elements of arrays that scores read: ALiBi's slopes, what a score in Python indexes.
+"""The gradients of the elements of arrays that scores read: ALiBi's slopes, and what a score in Python indexes.
 
-Which element a score reads, nobody knows before. So every warp has a row of sums in global memory, one for each element. It
-goes through its share of the tiles of scores; in each it looks up which elements occur, from the least to the greatest, and
-adds up what each gets. `total` then adds the rows. Who takes which tile is fixed, and so are all orders: the same bits every
-time.
+Which element a score reads is known only when the kernel runs. So every warp has a row of sums in global memory, one sum for
+each element. The warp goes through its share of the tiles of scores. In each tile it looks up which elements occur, from the
+least index to the greatest, and adds up what each of them gets. The kernel `total` then adds the rows. It is fixed which warp
+has which tile, and so are all orders: the same bits every time.
 """
 
 import functools
@@ -21,26 +21,27 @@ from tiles.layout import LANES
 
 from ..scores import Sloped
 from ..variants import At
-from . import again
+from . import recomputed_scores
 from .results import of_sums
 
-NOWHERE = 2.0**24  # an element beyond all: indices are of float32
+NOWHERE = 2.0**24  # an index greater than all others: indices are float32
 AT_ONCE = 64  # sums that a warp clears or adds at once
-BYTES = 2**28  # of all rows of sums, at most, where one thread block needs no more
-SHARED_BY = 4  # thread blocks of a multiprocessor that go through tiles, at most
+BYTES = 2**28  # the most memory for all rows of sums, unless a single thread block needs more
+SHARED_BY = 4  # the most thread blocks that share a multiprocessor
 
 
 @functools.cache
-def make(config: again.Config):
+def make(config: recomputed_scores.Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GIVEN, AUX, WARPS, PACKED = config.dtype, config.given, config.aux, config.warps, config.sequences.packed
-    scores, sequences, read = again.again(config), config.sequences, config.read
+    scores, sequences, read = recomputed_scores.recomputed(config), config.sequences, config.read
     S = scores.tile
-    smem = shared(**again.room(config))
+    smem = shared(**recomputed_scores.room(config))
 
     @inlined
     def added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale):
-        """How many tiles of scores a block has gone through with this one, of a tile of queries and a block of keys."""
+        """Add up a tile of scores, of a tile of queries and a block of keys. Returns how many tiles the block has gone
+        through."""
         w, i, j, here = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
         place = zeros(S) + read.place(i, j, here)
         counts = (place >= 0.0) & (w != 0.0)
@@ -59,9 +60,9 @@ def make(config: again.Config):
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gFound: array(2),
         given: GIVEN, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """What tiles with the numbers of this thread block, and so many further each, add to each warp's row of sums, from row
-        `first` on. There are `tiles` tiles of queries of a pair of head and batch, or of a head all sequences', and `blocks`
-        blocks of keys for each; or of packed sequences so many shares of those that a tile sees."""
+        """Add up the tiles of this thread block (its number, and every gridDim-th after that) in its warps' rows of sums, from
+        row `first` on. A pair of head and batch has `tiles` tiles of queries (of packed sequences a head has those of all), and
+        `blocks` blocks of keys (of packed sequences as many shares of the blocks that a tile sees)."""
         q, k, v, do = smem.open()
         mine = int32(first + WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         for element in range(0, gFound.shape[1], AT_ONCE):
@@ -88,7 +89,7 @@ def make(config: again.Config):
 
 @dataclass(frozen=True)
 class Total:
-    """Of the kernel that adds rows of sums. adds: to what is there?"""
+    """The configuration of the kernel that adds rows of sums. adds: to what the array holds."""
 
     adds: bool = False
 
@@ -117,8 +118,10 @@ class Total:
         return total, None
 
 
-def space(arch: str, everything: bool) -> Iterator[again.Config]:
+def space(arch: str, everything: bool) -> Iterator[recomputed_scores.Config]:
     """What an architecture is served with: bf16, whole pieces."""
-    for padded, (queries, kv) in again.SHAPES.items():
-        read, others = again.Slope(None, False), 64
-        yield again.Config(padded, padded, bf16, Sloped(True, True), kv, queries, others, None, PIECES[0], None, read)
+    for padded, (queries, kv) in recomputed_scores.SHAPES.items():
+        read, others = recomputed_scores.Slope(None, False), 64
+        yield recomputed_scores.Config(
+            padded, padded, bf16, Sloped(True, True), kv, queries, others, None, PIECES[0], None, read
+        )

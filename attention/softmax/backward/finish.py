@@ -1,4 +1,4 @@
-"""After the gradients' main kernel: dQ's sums, in float32 and as the tensor cores gave them, become dQ."""
+"""Runs after the main kernel of the gradients: makes dQ of its sums, which are float32 and in the order of the tensor cores."""
 
 import functools
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tiles.layout import LANES
 
 from ..sequences import Batched
 from . import ampere, hopper
-from .parts import ByRows
+from .dq_parts import ByRows
 from .results import Written
 
 WARPS = 4  # of a thread block
@@ -21,8 +21,8 @@ WARPS = 4  # of a thread block
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: how dQ is cut, how sequences lie, what becomes of the gradient, whether it begins while the main kernel's
-    grid ends."""
+    """The kernel's configuration: how dQ is cut, how sequences lie, how the gradient is stored, and whether the kernel begins
+    while the main kernel's grid ends."""
 
     parts: ByRows
     result: Written
@@ -49,7 +49,7 @@ class Config:
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
-    """What comes after that kernel."""
+    """The configuration that finishes what this kernel began."""
     return Config(config.parts, config.result, lie=config.lie, early=config.early)
 
 
@@ -66,7 +66,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
-        """`unit` times the sums of a tile of queries, one of a pair's `blocks`."""
+        """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair."""
         if EARLY:
             grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)

@@ -1,9 +1,9 @@
 """Gradients of softmax attention for Hopper: a thread block has a block of keys and goes through the queries that see it.
 
-Scores are computed again, keys by queries, so that P^T and dS^T lie in registers where the products that give dV and dK take
-them from. Only dS goes through shared memory, once, for dQ = dS K needs all of the block's keys: parts of dQ go to a warp that
-has TMA add them, in float32, to what other blocks of keys have found. The query heads that share a key head come one after the
-other, so dK and dV are sums in registers. The next tile's scores are under way while a tile's dQ leaves.
+Scores are computed again, keys by queries, so that P^T and dS^T lie in registers as the left operands of the products for dV
+and dK. Only dS goes through shared memory, once, because dQ = dS K needs all keys of the block. Parts of dQ go to a warp that
+has TMA add them, in float32, to those of other blocks of keys. The query heads that share a key head come one after the other,
+so dK and dV are summed in registers. The scores of the next tile are computed while the dQ of this tile is handed on.
 """
 
 import functools
@@ -20,15 +20,15 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import sequences, variants
-from ..seen import CAUSAL, FULL
 from ..variants import At
-from . import ways
+from ..visible_keys import CAUSAL, FULL
+from . import hopper_pipeline
+from .hopper_pipeline import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 from .slopes import UNASKED
-from .ways import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 
 
 @dataclass(frozen=True)
-class Config(ways.Config):
+class Config(hopper_pipeline.Config):
     """A kernel's shape. Each consumer owns 64 keys; where a block has no more than 64, half of the columns of dK and dV. exact:
     derivatives of scores stay in float32; else they are rounded, which takes fewer registers."""
 
@@ -49,7 +49,7 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see Kind."""
+    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
     padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
     if variant.brings and padded == 64:  # there is room for no more
@@ -81,14 +81,14 @@ def make(config: Config):
     brought, order, learns, result, OUT = config.brought, config.order, config.learns, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
     BEND = fp32 if config.exact else INPUT
-    FENCED = SHARE == 1  # has each consumer published dS?
+    FENCED = SHARE == 1  # does each consumer publish dS itself?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES = rt(16, ROWS, fp32)
     LEARNERS, (keep, claim) = config.learners, REGISTERS
-    smem = ways.memory(config)
-    bring, send = ways.bringing(config, ahead=True), ways.sending(config)
+    smem = hopper_pipeline.memory(config)
+    bring, send = hopper_pipeline.bringing(config, ahead=True), hopper_pipeline.sending(config)
 
     @inlined
     def columns(tile, cols, share):
@@ -100,15 +100,15 @@ def make(config: Config):
 
     @inlined
     def whole(queries, left):
-        """A tile of queries, of which `left` are the sequence's, and the others zeros."""
+        """A tile of queries with zeros behind the `left` first rows, which are the sequence's."""
         if sequences.packed:
             sequences.clear(queries, left, CONSUMERS)
         return queries
 
     @inlined
     def step(j, s, dk, dv, learnt, cut, rings, keys, values, me, at, coming, key, scale):
-        """What becomes of dK, dV and what is learnt by tile j of queries, whose scores are s, and the scores of the next one,
-        whose first query is `coming`."""
+        """(the scores of the next tile of queries, which begins with query `coming`; dK, dV and the slopes' sum) after tile j,
+        whose scores are s."""
         k, q, do, ds, dq, sums, bias = rings
         dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
         at = brought.by_keys(bias, j, at, me // SHARE)
@@ -133,7 +133,7 @@ def make(config: Config):
             ds.publish(j)
         brought.give_back(bias, j, FENCED)
         if j > 0:
-            dq.publish(PARTS * (j - 1) + LAST + me, FENCED)  # so late because a fence waits for all stores: here for dS anyway
+            dq.publish(PARTS * (j - 1) + LAST + me, FENCED)  # only now: its fence waits for all stores, and so does dS
         sums.release(j, None, FENCED)
         if TWICE:
             dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))

@@ -15,15 +15,15 @@ from tiles.schema import Problem
 from ...families import choose
 from ..assembled import Assembled
 from ..launches import DTYPES, LOG2_E, Before, in_tiles, made_for, sequences_of, spread, variant_arrays
-from ..ready import Listing, check
+from ..prepared_lists import Listing, check
 from ..sequences import Batched
 from ..variants import Variant
-from . import ampere, apart, finish, folded, hopper, prepare, sinks, slopes, wide, wide_queries
-from .again import Added
-from .learned import Learned
-from .lists import listed
-from .order import UNORDERED, Ordered, Turns, Unordered
+from . import ampere, finish, hopper, hopper_folded, hopper_narrow, hopper_wide, hopper_wide_queries, prepare, sinks, slopes
+from .dq_order import UNORDERED, Ordered, Turns, Unordered
+from .query_lists import listed
+from .recomputed_scores import Added
 from .results import Written
+from .score_gradients import Learned
 
 FEW = {64: 1024, 128: 1024}  # by head_dim: up to how many keys those store dQ's parts first that have the last ones
 CLOSE, SHORT = 8, 2048  # multiprocessors that work on one pair at a time, causal, up to how many keys
@@ -52,7 +52,7 @@ def planned(
     (lie, where), dtype, gpu = sequences_of(problem), DTYPES[problem.dtype], machine(problem.device)
     tma = choose(problem, family) == "sm_90"
     plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or made.variant.draws)
-    if plain and not reads and wide.serves(head_dim, made.variant, value_dim):
+    if plain and not reads and hopper_wide.serves(head_dim, made.variant, value_dim):
         return planned_wide(problem, made, scale)
     variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
     by_list = listing is not None and lie is Batched
@@ -67,10 +67,10 @@ def planned(
     kind |= {"learns": learns}
     module: Any
     config: hopper.Config | ampere.Config
-    if plain and apart.serves(head_dim, variant, value_dim):
-        module, config = apart, apart.config_for(head_dim, dtype, variant, value_dim, **in_order)
-    elif plain and folded.serves(head_dim, made.variant, value_dim):
-        module, config = folded, folded.config_for(head_dim, dtype, made.variant, value_dim, **in_order)
+    if plain and hopper_narrow.serves(head_dim, variant, value_dim):
+        module, config = hopper_narrow, hopper_narrow.config_for(head_dim, dtype, variant, value_dim, **in_order)
+    elif plain and hopper_folded.serves(head_dim, made.variant, value_dim):
+        module, config = hopper_folded, hopper_folded.config_for(head_dim, dtype, made.variant, value_dim, **in_order)
     elif tma:
         module, config = hopper, hopper.config_for(head_dim, dtype, variant, value_dim, **kind)
     else:
@@ -160,7 +160,8 @@ def planned(
 
 def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: int) -> bool:
     """Does the first block of keys that has a part of a tile of queries store it, so that nobody clears the sums? Where each
-    query sees a key: in order, or where later queries see more and there are no more keys than `few`: see order.Heading."""
+    query sees a key: in order, or where later queries see more and there are no more keys than `few`: see
+    dq_dq_order.Heading."""
     each_sees = variant.from_first and (variant.everything or (variant.within and queries <= keys))
     return each_sees and (ordered or (variant.rising and keys <= few))
 
@@ -177,8 +178,8 @@ def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
     """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Nothing is summed in memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
-    by_keys = wide.config_for(head_dim, dtype, made.variant, value_dim)
-    by_queries = wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
+    by_keys = hopper_wide.config_for(head_dim, dtype, made.variant, value_dim)
+    by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(
@@ -194,8 +195,8 @@ def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
     )
     steps = [before]
     for module, config, length, its_heads, results in [
-        (wide, by_keys, -(-kv_len // by_keys.kv), kv_heads, {"gDK": problem["dk"], "gDV": problem["dv"]}),
-        (wide_queries, by_queries, -(-q_len // by_queries.rows), heads, {"gDQ": problem["dq"]}),
+        (hopper_wide, by_keys, -(-kv_len // by_keys.kv), kv_heads, {"gDK": problem["dk"], "gDV": problem["dv"]}),
+        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), heads, {"gDQ": problem["dq"]}),
     ]:
         steps.append(
             kernel_for(module, config, problem.device).bind(

@@ -1,14 +1,15 @@
-"""The gradients of norms of queries and keys, around those of attention itself: before it rows are normalised once more, into
-memory of their own; after it what was the gradient of the normalised rows becomes that of the rows and of the norm's weights.
+"""The gradients of norms of queries and keys, which are computed around the gradients of attention. Before, rows are normalised
+once more, into scratch memory. Afterwards the gradients of the rows and of the norm's weights follow from those of the
+normalised rows.
 
 With n = (x - mean) / deviation of a row x, y = n weights + bias, and dy the gradient of y:
 
     dn = dy weights    dx = (dn - mean(dn) - n mean(dn n)) / deviation    dweights = sum dy n    dbias = sum dy
 
-of a layer norm; an RMS norm has no mean, no mean(dn) and no bias. Weights that heads share have the sums of all heads. Sums are
-taken in an order that the shapes alone decide: the same bits every time.
+for a layer norm; an RMS norm has no mean, no mean(dn) and no bias. The gradient of weights that heads share is the sum over the
+heads. The order of sums depends on the shapes alone: the same bits every time.
 
-Where gradients are added to arrays of float32, dy is of float32, too: what attention's own kernels added to `zeros`."""
+If gradients are added to float32 arrays, dy is float32, too: attention's own kernels have added it up from zeros."""
 
 import functools
 import itertools
@@ -36,28 +37,28 @@ from ..launches import DTYPES, norm_arrays
 from ..norms import Layer, Rms
 from .results import Written, of_sums
 
-WARPS, PART = 8, rt(16, 32, fp32)  # of a thread block; what a warp has at a time
-SHARE = 8 * WARPS  # parts of rows, one below the other, whose sums of columns a thread block takes
-ROWS_OF = {"q": "BSHD", "k": "BTGD"}  # the axes of what is normalised
+WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time
+SHARE = 8 * WARPS  # tiles, one below the other, whose columns a thread block sums up
+ROWS_OF = {"q": "BSHD", "k": "BTGD"}  # the axes of the normalised array
 
 
 @inlined
 def seen(gX, gDY, at, of_rows):
-    """(n, dy) of a part, of_rows being the rows' mean and 1 / their deviation."""
+    """(n, dy) of a tile; of_rows: (mean, 1 / deviation) of its rows."""
     mean, scale = of_rows
     return (load(gX, PART, at, 1, 3) - mean) * scale, load(gDY, PART, at, 1, 3)
 
 
 @inlined
 def weighted(gX, gDY, at, of_rows, given):
-    """(n, dn) of a part."""
+    """(n, dn) of a tile; of_rows as in `seen`."""
     n, dy = seen(gX, gDY, at, of_rows)
     return n, dy * load(given.norm_weights, PART.row_vec, (at[2], at[3]), 0, 1, True)
 
 
 @inlined
 def meant(sums, given):
-    """Means of rows from their sums."""
+    """The means of rows, from their sums."""
     return sums / given.columns
 
 

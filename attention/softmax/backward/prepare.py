@@ -1,5 +1,5 @@
-"""Before the gradients' main kernel: of every query the sum of dO O, which the softmax subtracts from its dP, and its
-log-sum-exp in powers of 2; and zeros where dQ will be summed, unless the first to come stores."""
+"""Runs before the main kernel of the gradients. For every query it computes the sum of dO O, which the softmax subtracts from
+dP, and the log-sum-exp in powers of 2; and it clears the sums of dQ, unless the first block stores there."""
 
 import functools
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..sequences import Batched
-from . import ampere, hopper, wide
-from .order import UNORDERED, Unordered
-from .parts import BAND, ByRows
+from . import ampere, hopper, hopper_wide
+from .dq_order import UNORDERED, Unordered
+from .dq_parts import BAND, ByRows
 
 LOG2_E = np.float32(np.log2(np.e))
-NEVER = 1e30  # the log-sum-exp of a row that sees no key, or is none: its weights exp2(s - lse) are exact zeros
+NEVER = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: its weights exp2(s - lse) are exact zeros
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the padded columns of O, how many queries a tile has, how dQ is cut if it is summed, whether rows of O and
-    dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, whether it begins while the grid before
-    it ends."""
+    """The kernel's configuration: the padded columns of O, queries of a tile, how dQ is cut (if it is summed), whether rows of
+    O and dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, and whether the kernel begins while
+    the grid before it ends."""
 
     value_dim: int
     rows: int
@@ -61,7 +61,7 @@ class Config:
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
-    """What comes before that kernel."""
+    """The configuration that prepares for this kernel."""
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
@@ -69,15 +69,15 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     return Config(*shape, parts, aligned, lie=config.lie, order=config.order, early=config.early)
 
 
-def without_sums(config: wide.Config) -> Config:
-    """What comes before kernels that sum no dQ in memory."""
+def without_sums(config: hopper_wide.Config) -> Config:
+    """The configuration that prepares for kernels which sum no dQ in memory."""
     return Config(config.value_dim, config.rows, config.dtype, None, early=config.early)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
     yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
-    yield from dict.fromkeys(without_sums(config) for config in wide.space(arch, everything))
+    yield from dict.fromkeys(without_sums(config) for config in hopper_wide.space(arch, everything))
 
 
 @functools.cache
@@ -95,8 +95,8 @@ def make(config: Config):
         gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
         given: GIVEN, blocks: INT, heads: INT,
     ):  # fmt: skip
-        """Of a tile of queries, one of a pair's `blocks`; O and dO are (batch, row, head, column), all others (batch, head,
-        row)."""
+        """Prepares a tile of queries, one of the `blocks` of a pair. O and dO are (batch, row, head, column), all other arrays
+        (batch, head, row)."""
         if EARLY:
             grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
@@ -115,7 +115,7 @@ def make(config: Config):
         store(gSums, where(there, lse, NEVER), (own.batch, head, to))
         if warp == 0:
             order.begin(given, pair, tile)
-        for band in range(warp, BANDS, WARPS):  # none if nobody needs zeros
+        for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
             store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 
     return prepare, None

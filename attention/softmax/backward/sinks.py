@@ -1,5 +1,5 @@
-"""The gradient of sinks: a sink is a key without a value, so dsink[h] is the sum over all rows of its weight there, times
--sum(dO O) of the row. In a fixed order: the same bits every time."""
+"""The gradient of sinks. A sink is a key without a value, so dsink[h] is the sum, over all rows, of the sink's weight in a row
+times -sum(dO O) of the row. The order of the sum is fixed: the same bits every time."""
 
 import functools
 from collections.abc import Iterator
@@ -17,13 +17,14 @@ from tiles.layout import LANES
 from . import ampere, hopper
 from .results import Written, of_sums
 
-WARPS, HEADS, TOGETHER = 16, 16, 32  # of a thread block; queries of each head that a warp takes at once
+WARPS, HEADS, TOGETHER = 16, 16, 32  # warps and heads of a thread block; queries of each head that a warp takes at once
 LOG2_E = np.float32(np.log2(np.e))
 
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: how many queries a tile has, of which `prepare` left two numbers a row; what becomes of the gradient."""
+    """The kernel's configuration: queries of a tile, for whose rows `prepare` left two numbers each; how the gradient is
+    stored."""
 
     rows: int
     result: Written
@@ -34,7 +35,7 @@ class Config:
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
-    """What comes after that kernel."""
+    """The configuration that goes with this kernel."""
     return Config(config.rows, of_sums(config.adds))
 
 
@@ -51,7 +52,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sinks(gSums: array(3), gSink: array(1), gDSink: array(1), batches: INT, tiles: INT):
-        """Of 16 heads. Sums are (batch, head, row): of a tile all rows' log-sum-exp, and then all rows' sum of dO O."""
+        """The gradients of 16 heads' sinks. gSums is (batch, head, row): for each tile the log-sum-exps of all rows, then their
+        sums of dO O."""
         (sums,) = smem.open()
         head, warp = int32(HEADS * cuda.blockIdx.x), int32(cuda.threadIdx.x // LANES)
         sink = load(gSink, X.col_vec, (head,)) * LOG2_E

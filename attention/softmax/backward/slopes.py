@@ -1,8 +1,8 @@
-"""The gradient of ALiBi's slopes, found where dS is: two objects with the same methods, one a way.
+"""The gradient of ALiBi's slopes, computed where dS is: asked for or not, two objects with the same methods.
 
-A slope's gradient is the sum of dS times -|i + shift - j| over all scores of a head: two instructions a score, where a kernel
-that computes scores once more takes as long as two products of five. A warp leaves one number for each head that it has gone
-through, and elements.Total adds these rows of numbers, in a fixed order."""
+A slope's gradient is the sum of dS times -|i + shift - j| over all scores of a head. Here that costs two instructions a score;
+a kernel of its own, which computes scores once more, would take two fifths of the time of backward. A warp leaves one number
+for each head that it has gone through, and elements.Total adds these rows of numbers, in a fixed order."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from tiles import inlined, static
 from tiles.arguments import array
 
 from ..scores import Sloped, Sunk
-from ..seen import Causal, Left
 from ..variants import Both, Variant
-from .again import Added, Slope
+from ..visible_keys import Causal, Left
+from .recomputed_scores import Added, Slope
 
 
 @static
 class Unasked:
-    """Nobody asks for it."""
+    """The gradient is not asked for."""
 
     def __str__(self):
         return ""
@@ -32,22 +32,22 @@ class Unasked:
 
     @inlined
     def begin(self, scores):
-        """A warp's sum before the first tile of a head; scores: the type of its tiles, keys by queries."""
+        """A warp's sum before the first tile of a head. scores: the type of its tiles, keys by queries."""
         return 0
 
     @inlined
     def add(self, sum, ds, at, key):
-        """The sum with dS of one more tile, queries by keys."""
+        """The sum, with dS of one more tile, queries by keys, added to it."""
         return sum
 
     @inlined
     def give(self, sum, given, at, row):
-        """A warp has gone through a head: its sum becomes the element of this row that is the slope's."""
+        """Store a warp's sum for a head that it has gone through, as the slope's element of this row."""
 
 
 @static
 class Asked(Unasked):
-    """Somebody does, sequences share their slopes, and no key is seen that comes after the query.
+    """The gradient is asked for. Sequences share their slopes, and no key is seen that comes after the query.
 
     given.found: (a warp of a block of keys of a batch, slope), zeros at first."""
 
@@ -56,24 +56,20 @@ class Asked(Unasked):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Unasked."""
         return {"found": array(2)}
 
     @inlined
     def begin(self, scores):
-        """See Unasked."""
         return lane_sum(zeros(scores))
 
     @inlined
     def add(self, sum, ds, at, key):
-        """See Unasked."""
         ds = turned(ds)
         distances = int32(at.row + at.shift - key) - row_index(ds.col_vec)  # of the first query from each key
         return sum + lane_moment(ds) + lane_sum(ds) * distances
 
     @inlined
     def give(self, sum, given, at, row):
-        """See Unasked."""
         given.found[row, at.head] = -tile_sum(finish_sum(sum))
 
 
@@ -81,11 +77,11 @@ UNASKED = Unasked()
 ASKED = Asked()
 
 
-SERVED = Causal, Left, Sloped, Sunk  # parts of scores; others need registers of their own, and this would spill more
+SERVED = Causal, Left, Sloped, Sunk  # other parts of a variant need registers, and this would spill more
 
 
 def asked(variant: Variant, read: Added) -> Unasked:
-    """What finds the gradient of this variant's slopes, which `read` reads, in the main kernel, if it can."""
+    """Asked, if the main kernel can compute the gradient of this variant's slopes, which `read` reads; else Unasked."""
     parts = _parts(variant)
     ordered = any(isinstance(x, Sloped) and x.by_rows for x in parts) and all(type(x) in SERVED for x in parts)
     return ASKED if ordered and isinstance(read, Slope) and not read.each else UNASKED

@@ -1,4 +1,4 @@
-"""Which tiles of queries see a block of keys: tiling.py, from the side of the keys."""
+"""Which tiles of queries see a block of keys: softmax/tiling.py, seen from the keys."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ from ..tiling import Tiling
 
 
 class Tiles(NamedTuple):
-    """The tiles of queries that see a block of keys: n of them from tile `first` on. All of them but those from the left-th to
-    the right-th must be masked."""
+    """The tiles of queries that see a block of keys: n of them, from tile `first` on. Those from the left-th to before the
+    right-th need no mask."""
 
     first: Any
     n: Any
@@ -23,8 +23,8 @@ class Tiles(NamedTuple):
 
 @static
 class Facing(Tiling):
-    """Of kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant. apart: there are no blocks
-    but those with keys that queries may see."""
+    """For kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant. apart: every block has keys
+    that queries may see."""
 
     apart: bool = True
 
@@ -43,7 +43,7 @@ class Facing(Tiling):
         n = max(0, (min(seen.end, at.queries) + self.rows - 1) // self.rows - first)
         left = max(0, (seen.inner_first + self.rows - 1) // self.rows - first)
         right = n if seen.inner_end >= at.queries else seen.inner_end // self.rows - first
-        if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key is cut off, too
+        if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key must be masked, too
             left = n
         if not self.apart and key >= at.keys:
             n = 0
@@ -56,7 +56,7 @@ class Facing(Tiling):
 
     @inlined
     def number(self, tiles, place, key, at, group):
-        """The number of the tile at a place in their row, which begins at tiles.first: see order.py."""
+        """The number of the tile at a place in their row, which begins at tiles.first: see dq_order.py."""
         return place
 
     @inlined

@@ -1,4 +1,4 @@
-"""Where the keys and values of a sequence lie, as objects with the same methods: what fills a pipeline's stages."""
+"""Where the keys and values of a sequence lie, as objects with the same methods, which fill the stages of a pipeline."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from ops import copy_async, copy_pages, load_pages, load_unordered, look_up, tru
 from tiles import inlined, static
 from tiles.arguments import ENDS
 
-TABLE = types.Array(types.int32, 2, "A")  # of pages' numbers
+TABLE = types.Array(types.int32, 2, "A")  # page numbers
 
 
 @static
 class Dense:
-    """Sequence n in batch n of an array (batch, row, head, column). piece: the bytes that addresses are multiples of."""
+    """Sequence n lies in batch n of an array (batch, row, head, column). piece: the bytes that addresses are multiples of."""
 
     piece: int
 
@@ -28,7 +28,7 @@ class Dense:
 
     @inlined
     def look(self, pipe, source, sequence, key, end, given):
-        """Where the rows of a tile of a pipeline lie, for `fill`: from `key` on, and before `end`."""
+        """Look up where the rows of a tile of a pipeline lie, from `key` on and before `end`, for `fill`."""
         return int32(0)
 
     @inlined
@@ -38,105 +38,92 @@ class Dense:
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """The same for a pipeline of vectors, of an array that lies so, but for columns. head: (its number,), or () where there
-        are no heads."""
+        """The same for a pipeline of vectors, from an array without columns that lies in the same way. head: (its number,), or
+        () if there are no heads."""
         pipe.fill(j, truncate(source, 1, end), (sequence, key) + head, cols=1, end=n)
 
     @inlined
     def find(self, part, source, sequence, key, end, given):
-        """Where rows of type `part` lie, for `copy`: as `look`, of one warp."""
+        """`look` by one warp, for the rows of type `part` that it will `copy`."""
         return int32(0)
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, given):
-        """Start copying a shared tile, of one head's rows: as `fill`, of one warp."""
+        """`fill` by one warp: start copying rows of one head to a shared tile."""
         copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.piece)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, given):
-        """The same, of fp8, to registers: of type `spec`, as load_unordered gives them, where addresses are multiples of 16."""
+        """The same for fp8 and to registers: a tile of type `spec`, as load_unordered gives it. Addresses are multiples of
+        16."""
         return load_unordered(truncate(source, 1, end), spec, (sequence, key, 0, col), 1, 3, True)
 
     @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
-        """The same of a shared vector, where there are no heads."""
+        """The same for a shared vector, from an array without heads."""
         copy_async(vector, truncate(source, 1, end), (sequence, key))
 
 
 class Indexed(Dense):
-    """Sequence n in batch given.batch_index[n]."""
+    """Sequence n lies in batch given.batch_index[n]."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"batch_index": ENDS}
 
     @inlined
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         at = int32(given.batch_index[sequence]), key, head, 0
         pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         pipe.fill(j, truncate(source, 1, end), (int32(given.batch_index[sequence]), key) + head, cols=1, end=n)
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, given):
-        """See Dense."""
         copy_async(tile, truncate(source, 1, end), (int32(given.batch_index[sequence]), key, 0, col), 1, 3, self.piece)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, given):
-        """See Dense."""
         return load_unordered(truncate(source, 1, end), spec, (int32(given.batch_index[sequence]), key, 0, col), 1, 3, True)
 
     @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
-        """See Dense."""
         copy_async(vector, truncate(source, 1, end), (int32(given.batch_index[sequence]), key))
 
 
 class Paged(Dense):
-    """In pages of an array (page, row, head, column), whose numbers are given.pages[n]."""
+    """Sequence n lies in pages of an array (page, row, head, column); given.pages[n] has their numbers."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Dense."""
         return {"pages": TABLE}
 
     @inlined
     def look(self, pipe, source, sequence, key, end, given):
-        """See Dense."""
         return pipe.look_up(given.pages, source.shape[1], (sequence, key), end)
 
     @inlined
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         pipe.fill_pages(j, source, found, (key, head, 0), end, n, self.piece)
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, given):
-        """See Dense."""
         pipe.fill_pages(j, source, found, (key,) + head, end, n)
 
     @inlined
     def find(self, part, source, sequence, key, end, given):
-        """See Dense."""
         return look_up(part, given.pages, source.shape[1], (sequence, key), end)
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, given):
-        """See Dense."""
         copy_pages(tile, source, found, (key, 0, col), end, self.piece)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, given):
-        """See Dense."""
         return load_pages(source, spec, found, (key, 0, col), end)
 
     @inlined
     def copy_numbers(self, vector, source, found, sequence, key, end, given):
-        """See Dense."""
         copy_pages(vector, source, found, (key,), end)

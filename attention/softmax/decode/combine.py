@@ -1,5 +1,5 @@
-"""After attend.py, where several blocks share a sequence's keys: a row's parts become its output. A part is a mean of values,
-and x, where exp2(scale x) is the sum of its weights."""
+"""Runs after the attention kernel if several blocks share the keys of a sequence: merges the parts of a row. A part is a mean
+of values, and x, where exp2(scale x) is the sum of its weights."""
 
 import functools
 import math
@@ -19,15 +19,15 @@ from ..variants import At, Variant
 from .reach import Reach
 from .splits import Parted, Shares
 
-AT_ONCE, COLUMNS = 16, 64  # parts that a block adds at a time, and of how many columns
-WARPS = 4  # which share these: one warp with all of them took half a microsecond more, waiting for itself
+AT_ONCE, COLUMNS = 16, 64  # parts, and columns of each, that a block adds at a time
+WARPS = 4  # of a block: one warp that added all parts took half a microsecond more
 EACH = Parted()
 
 
 @dataclass(frozen=True)
 class Config:
     """Of the kernel: the output's dtype; what joins the sum of weights; how keys were split. early: may it begin
-    while attend.py's grid ends?"""
+    while ampere.py's grid ends?"""
 
     dtype: dtype
     sums: Variant
@@ -57,7 +57,7 @@ def make(config: Config):
         given: record(**sums.given, **split.given),
         heads: INT, rows: INT, slabs: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Of one of `rows` rows of a key head one of `slabs` slabs of columns; see attend.py."""
+        """Of one of `rows` rows of a key head one of `slabs` slabs of columns; see ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)

@@ -12,13 +12,13 @@ from ...cache import append as appending
 from ...families import choose
 from ...names import by_other_names
 from ...options import flag, norm_parts, number, positive
-from ..asked import OF_AUX, eight, ends_of
-from ..indexed import Asking, indexed
+from ..call_options import OF_AUX, eight, ends_of
+from ..index_checks import Asking, indexed
 from ..planning import check_extents, functions_of, scale_of
-from ..python import named
+from ..python_functions import named
 from .launches import Asked, appended, cache_of, of_few, of_many
 from .norms import norms_of
-from .placed import placed
+from .page_checks import placed
 
 MOST_SPLITS = 1024
 MANY = 64  # query tokens of a sequence, from which on forward's tiles serve it: bench/notes/decode.md has the estimate

@@ -1,4 +1,5 @@
-"""What brings a sequence's keys and values to the rings of Hopper's kernel, as objects with the same methods."""
+"""How keys and values come to the rings of Hopper's decoding kernel: by TMA or by cp.async, two objects with the same
+methods."""
 
 from typing import Any
 
@@ -10,13 +11,13 @@ from tiles.arguments import array
 from tiles.layout import WARPGROUP
 from tiles.types import st
 
-from ..held import TABLE, Along
+from ..key_sources import TABLE, Along
 from ..sequences import Sequence
 
 
 @static
 class ByTma:
-    """TMA does, from where they are `held`. kv: keys of a tile."""
+    """By TMA, from where they are `held`. kv: keys of a tile."""
 
     kv: int
     held: Along
@@ -31,13 +32,13 @@ class ByTma:
         return self.held.given
 
     def source(self, tile: st) -> Any:
-        """What the kernel says of the array that such tiles come from."""
+        """The declaration of the kernel's array from which such tiles come."""
         return self.held.source(tile)
 
     @inlined
     def bring(self, k, v, j, n, gK, gV, sequence, first, head, end, given):
-        """Bring `n` tiles of keys and of values, from tile j of both rings on: the sequence's rows from `first` on. What lies
-        behind `end` may be anything. By the producer's warps."""
+        """Bring `n` tiles of keys and of values to both rings, from their tile j on: the sequence's rows from `first` on. Rows
+        behind `end` may hold anything. By the producer's warps."""
         own = Sequence(sequence, int32(0), int32(0), int32(0), end)
         for i in range(n):
             key = int32(first + self.kv * i)
@@ -46,14 +47,14 @@ class ByTma:
 
     @inlined
     def end(self, k, v, j):
-        """After the last one; j: how many there were."""
+        """Called after the last tile. j: how many tiles there were."""
 
 
 @static
 class Gathered:
-    """The producer's warps do, by cp.async, from pages of any size, whose numbers are given.pages[n]; each brings a quarter of
-    a tile's rows: those are a `key` and a `value`. A tile is handed on when the `late` next ones are under way. piece: the
-    bytes that addresses are multiples of."""
+    """By cp.async, from pages of any size, whose numbers are given.pages[n]. Each of the producer's warps brings a quarter of a
+    tile's rows, of types `key` and `value`. A tile is handed on when the next `late` ones are under way. piece: the bytes that
+    addresses are multiples of."""
 
     key: st
     value: st
@@ -75,7 +76,7 @@ class Gathered:
 
     @inlined
     def bring(self, k, v, j, n, gK, gV, sequence, first, head, end, given):
-        """See ByTma. What lies behind `end` is 0."""
+        """See ByTma. Rows behind `end` are 0."""
         rows, rank = self.key.rows, warpgroup.rank()
         key = int32(first + rows * rank)
         keys, values = self.look(gK, sequence, key, end, given)
@@ -91,7 +92,8 @@ class Gathered:
 
     @inlined
     def look(self, gK, sequence, key, end, given):
-        """Where a warp's rows of keys and of values lie, from `key` on: tiles whose panels are as wide share that."""
+        """Look up where a warp's rows of keys and of values lie, from `key` on. Tiles with panels of the same width share the
+        result."""
         keys = look_up(self.key, given.pages, gK.shape[1], (sequence, key), end)
         if self.key.width == self.value.width:
             return keys, keys

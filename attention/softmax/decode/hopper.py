@@ -1,9 +1,9 @@
 """Attention of some query tokens for Hopper, over a part of the keys: TMA or cp.async, and wgmma.
 
-What attend.py's tiles of 16 and 32 rows are too small for: several tokens of many heads that share a key head. Rows are as
-there, heads and tokens, 64 of them to a tile. Two warpgroups have all of them, and share out the keys: one takes the even
-tiles, the other the odd ones, so that the tensor cores have one's products while the other's softmax runs. Where a block's work
-ends, what both have seen is made one, half of the columns each.
+For problems for which the tiles of ampere.py, of 16 and 32 rows, are too small: several tokens of many heads that share a key
+head. Here, too, rows are heads and tokens, 64 to a tile. Two warpgroups both have all rows, and divide the keys: one takes the
+even tiles, the other the odd ones, so that the tensor cores work for one while the softmax of the other runs. At the end of a
+block's work, what both have seen is merged, half of the columns by each.
 """
 
 import functools
@@ -21,7 +21,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
 
-from ..held import Along, InCaches, InPages
+from ..key_sources import Along, InCaches, InPages
 from ..online import LOWEST, TINY, Softmax
 from ..variants import At, Variant, arrays_of
 from .feeds import ByTma, Gathered
@@ -29,17 +29,17 @@ from .reach import Reach
 from .results import Either, Part, Spot, Whole
 from .splits import Parted, Shares
 
-KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share them out
+KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that divide the tiles of keys
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING = (40, 232), (56, 224)  # registers a thread of producer and consumers
-STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: tiles of keys, and of values, that there is room for
-PIECE = 16  # bytes that all addresses are multiples of
+STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: how many tiles of keys, and of values, shared memory holds
+PIECE = 16  # bytes of which all addresses are multiples
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads, what becomes of their scores, where the output goes: as attend.py's. feed: what fills
-    the rings, which have so many `stages`."""
+    """Which caches a kernel reads, what becomes of their scores, and where the output goes, as in ampere.py. feed: fills the
+    rings, which have `stages` slots."""
 
     head_dim: int
     value_dim: int
@@ -74,9 +74,10 @@ def config_for(
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered.
 
-    What TMA brings may come in any order, so that each consumer must have stages of its own: an even number. If they took turns
-    at one, each would wait for every other phase of its barrier. These have the same parity: while the other's tile is under
-    way the wait would be over at once, and the stage given back twice. Gathered tiles come in order."""
+    TMA's tiles may arrive in any order, so each consumer must have stages of its own: their number is even. If consumers took
+    turns at a stage, each would wait for every other phase of its barrier. Those have the same parity: while the other
+    consumer's tile is under way, the wait would end at once, and the stage be given back twice. Gathered tiles arrive in
+    order."""
     padded, wide = (min(d for d in STAGES if d >= dim) for dim in (head_dim, value_dim))
     stages = STAGES[max(padded, wide)]
     if held is None:
@@ -100,8 +101,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 class Pipes(NamedTuple):
-    """What a block has in shared memory: its queries, tiles of keys and values, halves of the columns of O that one consumer
-    has for the other, with both's maxima and sums."""
+    """What a block has in shared memory: its queries, tiles of keys and values, and for each consumer the half of O's columns
+    that it gets from the other, with the maxima and sums of both."""
 
     q: Any
     k: Any
@@ -158,7 +159,7 @@ def make(config: Config):
 
     @inlined
     def absorbed(seen, j, key, inner, pipes, at, scale, slack):
-        """What has been seen with tile j of keys, too, from `key` on; rows see all keys before `inner`."""
+        """`seen` with tile j of keys, from `key` on. Rows see all keys before `inner`, so no mask is needed there."""
         s = warpgroup.wait(warpgroup.mm_ABt(pipes.q, pipes.k.wait(j)))
         pipes.k.release(j)
         s = variant.mask(variant.score(s, at, key), at, key, -math.inf)
@@ -175,7 +176,7 @@ def make(config: Config):
 
     @inlined
     def finish(seen, pipes, me, at, scale, spot, given):
-        """What both consumers have seen goes where it belongs."""
+        """Merge what both consumers have seen, and store it."""
         own = finish_sum(seen.l)
         warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
         warpgroup.store(subtile(pipes.sums, BAND, me), own)
@@ -201,10 +202,10 @@ def make(config: Config):
         gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), given: GIVEN, aux: AUX,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """See attend.py."""
+        """See ampere.py."""
         q, k, v, other, tops, totals = smem.open()
         if IN_PARTS:
-            grid.release()  # the blocks that combine parts may come, and wait
+            grid.release()  # the blocks that combine parts may begin, and wait
         grid.wait()
         rest, band = divmod(cuda.blockIdx.x, bands)
         number, head = divmod(rest, heads)

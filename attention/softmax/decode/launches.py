@@ -13,16 +13,16 @@ from tiles.program import Plan, Step
 from tiles.schema import Problem
 
 from ...cache import append as appending
-from ...cache import writing
+from ...cache import write_kernel
 from ...families import choose
 from ..assembled import assembled
-from ..held import Along, InCaches, InPages
+from ..key_sources import Along, InCaches, InPages
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
 from ..planning import INDICES
 from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
-from . import attend, combine, hopper, many
+from . import ampere, combine, hopper, many_queries
 from .caches import Dense, Indexed, Paged
 from .norms import Norms
 from .products import Narrow, NarrowByKey, Same
@@ -80,7 +80,7 @@ def appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, 
         how: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"], "interleaved": interleaved}
         how |= {"causal": local, "norm": appending.norm_of(problem, "q_norm", "H"), "norm_eps": norm_eps}
         tables = problem["cos"], problem["sin"]
-        steps.append(writing.turned(problem.device, turned, problem["lengths"], tables, **how))
+        steps.append(write_kernel.turned(problem.device, turned, problem["lengths"], tables, **how))
     return Before(steps, scratch, queries, told)
 
 
@@ -98,7 +98,7 @@ def of_many(
     causal, left, right, softcap, scale, mask, score, aux = asked
     given = "alibi" in problem, None, "sink" in problem
     made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
-    step = many.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
+    step = many_queries.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
     return Plan([*before.steps, step], before.scratch)
 
 
@@ -136,16 +136,16 @@ def of_few(
             "family: of few query tokens sm_90's tiles take caches of q's dtype, a batch a sequence, and no norms: "
             f"{family=} (the default, None, takes these)"
         )
-    tma = choose(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > attend.MOST)
-    kernels, held = (hopper, _held(problem, asked)) if tma else (attend, None)
+    tma = choose(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > ampere.MOST)
+    kernels, held = (hopper, _held(problem, asked)) if tma else (ampere, None)
 
     def config(split: type[Parted], result: Whole | Either) -> Any:
         joins = Variant() if result is part else sums
         if tma:
             return hopper.config_for(head_dim, value_dim, dtype, variant, reach, held, result, joins, split, axes)
         kind = variant, reach, cache, result, joins, split, early
-        shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
-        return attend.config_for(head_dim, value_dim, product, *kind, *shape)
+        shape = each > ampere.BAND, gpu.shared_bytes, lie, axes, norms.keys
+        return ampere.config_for(head_dim, value_dim, product, *kind, *shape)
 
     chosen, evenly = config(Parted, whole), "lengths" in problem and not packed and batch > 1  # are all keys shared out?
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)

@@ -62,7 +62,6 @@ class LayerOfRows(RmsOfRows, Layer):
 
     @inlined
     def part_by(self, x, of_rows, ahead, head, col, given):
-        """See RmsOfRows."""
         if self.alike:
             return (x - of_rows[0]) * of_rows[1] * ahead[0] + ahead[1]
         else:
@@ -74,12 +73,10 @@ class NormedRows(Normed):
 
     @inlined
     def ahead(self, spec, col, given):
-        """See Variant."""
         return self.norm.ahead(spec, col, given)
 
     @inlined
     def queries_by(self, x, of_queries, ahead, at, col):
-        """See Variant."""
         return self.norm.part_by(x, of_queries, ahead, at.head, col, at.given)
 
 
@@ -147,17 +144,14 @@ class ByRms(AsTheyAre):
 
     @inlined
     def ahead(self, spec, head, col, given):
-        """See AsTheyAre."""
         return load(given.k_weights, spec, (head, col), 0, 1, True)
 
     @inlined
     def queries(self, x, ahead):
-        """See AsTheyAre."""
         return x * ahead
 
     @inlined
     def scores(self, s, keys, part, unit, known, given):
-        """See AsTheyAre."""
         x = load(subtile(keys, keys.rows, 0, keys.panel_cols, 0), part)
         squares = lane_sum(x * x)
         for i in range(1, keys.panels):
@@ -184,18 +178,15 @@ class ByLayer(ByRms):
 
     @inlined
     def more(self, known, x, made, head, col, given):
-        """See AsTheyAre."""
         total, product = known
         return total + row_sum(fp32(made)), product + row_sum(x * load(given.k_bias, x.row_vec, (head, col), 0, 1, True))
 
     @inlined
     def whole(self, known, scratch):
-        """See AsTheyAre."""
         return block.reduce_sum(known[0], scratch), block.reduce_sum(known[1], scratch)
 
     @inlined
     def scores(self, s, keys, part, unit, known, given):
-        """See AsTheyAre."""
         x = load(subtile(keys, keys.rows, 0, keys.panel_cols, 0), part)
         sums, squares = lane_sum(x), lane_sum(x * x)
         for i in range(1, keys.panels):

@@ -121,17 +121,14 @@ class Narrow(Same):
 
     @property
     def held(self) -> dtype:
-        """See Same."""
         return fp8e4m3
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Same."""
         return {"k_descale": array(2), "v_descale": array(2)} if self.scaled else {}
 
     @property
     def takes(self) -> dtype:
-        """See Same."""
         return fp16
 
     @inlined
@@ -141,14 +138,12 @@ class Narrow(Same):
 
     @inlined
     def units(self, sequence, head, given):
-        """See Same."""
         if self.scaled:
             return given.k_descale[sequence, head], given.v_descale[sequence, head]
         return 1.0, 1.0
 
     @inlined
     def scores(self, s, queries, keys, of_keys):
-        """See Same."""
         s = mma_ABt_unzipped(s, queries, keys)
         if self.scaled:
             s = s * of_keys
@@ -156,12 +151,10 @@ class Narrow(Same):
 
     @inlined
     def weigh(self, o, p, values, unit, of_values):
-        """See Same."""
         return mma_AB_unzipped(o, fp16(p), values)
 
     @inlined
     def columns(self, o, unit):
-        """See Same."""
         o = rezipped(o)
         if self.scaled:
             o = o * unit
@@ -179,12 +172,10 @@ class NarrowByKey(Narrow):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Same."""
         return {"k_descale": array(3), "v_descale": array(3)}
 
     @property
     def by_key(self) -> bool:
-        """See Same."""
         return True
 
     def pipes(self, kv: int, stages: int, warps: int) -> dict[str, pipeline]:
@@ -193,57 +184,46 @@ class NarrowByKey(Narrow):
 
     @inlined
     def units(self, sequence, head, given):
-        """See Same."""
         return 1.0, 1.0
 
     @inlined
     def unit(self):
-        """See Same."""
         return float32(LEAST)
 
     @inlined
     def look(self, pipes, cache, sequence, key, end, given):
-        """See Same."""
         return cache.look(pipes[0], given.k_descale, sequence, key, end, given)
 
     @inlined
     def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, given):
-        """See Same."""
         cache.fill_numbers(pipes[0], j, given.k_descale, found, sequence, key, (head,), end, n, given)
 
     @inlined
     def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, given):
-        """See Same."""
         cache.fill_numbers(pipes[1], j, given.v_descale, found, sequence, key, (head,), end, n, given)
 
     @inlined
     def of_keys(self, unit, pipes, j, newer, like):
-        """See Same."""
         return load(pipes[0].own(j, newer), like)
 
     @inlined
     def of_values(self, unit, pipes, j, newer, like):
-        """See Same."""
         return load(pipes[1].own(j, newer), like)
 
     @inlined
     def rescaled(self, seen, unit, of_values):
-        """See Same."""
         greatest = max(unit, tile_max(abs(of_values)))
         less = unit / greatest if greatest > unit else float32(1.0)
         return rescale(seen.o, seen.lag * less), greatest
 
     @inlined
     def weigh(self, o, p, values, unit, of_values):
-        """See Same."""
         return mma_AB_unzipped(o, fp16(p * (of_values * (float32(LIFT) / unit))), values)
 
     @inlined
     def weight(self, weight, unit):
-        """See Same."""
         return weight * (unit / float32(LIFT))
 
     @inlined
     def columns(self, o, unit):
-        """See Same."""
         return rezipped(o)

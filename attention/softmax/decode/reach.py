@@ -14,9 +14,9 @@ from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
 from ..scores import Scored
-from ..seen import Masked
 from ..sequences import GROWING, in_use
 from ..variants import Variant
+from ..visible_keys import Masked
 
 
 class Stretch(NamedTuple):
@@ -94,7 +94,6 @@ class Growing(Reach):
 
     @inlined
     def line_up(self, size, first, count, before, tile, tokens, given):
-        """See Reach."""
         begins = given.leftpad if self.padded else None
         most = int32(tokens + given.left if self.left else 2**31 - 1)
         return line_up(given.lengths, begins, most, size, first, count, before, tile, given.added)
@@ -108,12 +107,10 @@ class Everything(Reach):
 
     @property
     def counted(self) -> dict[str, Any]:
-        """See Reach."""
         return {"keys": INT}
 
     @inlined
     def in_use(self, sequence, given):
-        """See Reach."""
         return int32(given.keys)
 
 
@@ -134,7 +131,6 @@ class Sloped(Variant):
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         return s - abs(at.row + int32(at.shift - key) - col_index(s.row_vec)) * at.kept
 
 
@@ -143,7 +139,6 @@ class ScoredRows(Scored):
 
     @inlined
     def score(self, s, at, key):
-        """See Variant."""
         return self.function(s * at.given.score_unit, at.batch, at.head, at.row, col_index(s.row_vec) + int32(key), *at.aux)
 
 
@@ -152,5 +147,4 @@ class MaskedRows(Masked):
 
     @inlined
     def mask(self, s, at, key, hidden):
-        """See Variant."""
         return where(self.function(at.batch, at.head, at.row, col_index(s.row_vec) + int32(key), *at.aux), s, hidden)

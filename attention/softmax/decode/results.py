@@ -1,5 +1,5 @@
-"""Where a block's rows of the output go, as objects with the same methods: to the caller, or among the parts of a sequence
-that combine.py makes one."""
+"""Where a block's rows of the output go, as objects with the same methods: to the caller, or to the parts of a sequence that
+combine.py merges."""
 
 import math
 from typing import Any, NamedTuple
@@ -47,12 +47,13 @@ class Whole:
 
     @inlined
     def joins(self, spot):
-        """Do these rows have all their weights, so that what joins the sum may join it?"""
+        """Do these rows have all their weights, so that a sink may join the sum?"""
         return True
 
     @inlined
     def store(self, o, spot, col, given):
-        """Write some columns of O, from `col` on. A token's rows lie in one place: what other rows would write lies outside."""
+        """Write some columns of O, from `col` on. The rows of a token lie side by side; other rows are left out as out of
+        range."""
         for token in range(spot.first, spot.last + 1):
             at = spot.sequence, token, spot.head, int32(spot.row - token * spot.group), col
             store(given.out, o, at, 3, 4, self.piece)
@@ -66,7 +67,7 @@ class Whole:
 
 
 class Part(Whole):
-    """To scratch memory, a part of the keys each."""
+    """To scratch memory, for each part of the keys."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -75,39 +76,34 @@ class Part(Whole):
 
     @inlined
     def joins(self, spot):
-        """See Whole."""
         return False
 
     @inlined
     def store(self, o, spot, col, given):
-        """See Whole."""
         store(given.parts, o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
     def store_sums(self, sums, scale, spot, given):
-        """See Whole."""
         store(given.sums, sums, (spot.part, spot.of, spot.head, spot.row))
 
 
 class PartOfPacked(Part):
-    """The same where the rows of another sequence follow: a tile ends with its last token's."""
+    """The same if the rows of another sequence follow: a tile ends with the rows of its last token."""
 
     @inlined
     def store(self, o, spot, col, given):
-        """See Whole."""
         end = int32((spot.last + 1) * spot.group)
         store(truncate(given.parts, 3, end), o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
     def store_sums(self, sums, scale, spot, given):
-        """See Whole."""
         end = int32((spot.last + 1) * spot.group)
         store(truncate(given.sums, 3, end), sums, (spot.part, spot.of, spot.head, spot.row))
 
 
 @static
 class Either:
-    """To the caller what is whole, what is a part to scratch memory."""
+    """To the caller if the rows are whole, to scratch memory if they are a part."""
 
     whole: Whole
     part: Part

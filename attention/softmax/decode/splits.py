@@ -17,13 +17,13 @@ from tiles.lengths import follows
 from .reach import Reach
 
 MOST = 128  # parts
-BEGIN, COMBINE = 1, 3  # what a block's beginning and end, and the launch that combines, take: so many tiles' time (a guess)
-FULL = 0.95  # of the places that there are for blocks at a time, as many at least should have one
+BEGIN, COMBINE = 1, 3  # the time of a block's beginning and end, and of the launch that combines, in tiles (a guess)
+FULL = 0.95  # at least this share of the places for blocks should be taken
 
 
 class Work(NamedTuple):
-    """Tiles `tile` to before `end` of the `tiles` that a sequence has. left: how many the block has still to do, these among
-    them. part, of: where what is seen of them goes in an array of parts, by its first two axes."""
+    """Tiles `tile` to before `end` of the `tiles` that a sequence has. left: how many tiles the block still has to do, these
+    included. part, of: the indices along the first two axes of an array of parts, to which the result goes."""
 
     sequence: Any
     tile: Any
@@ -45,8 +45,8 @@ class Parts(NamedTuple):
 
 @static
 class Parted:
-    """Each sequence's tiles in given.splits parts, as even as can be. The same bits, whatever other sequences there are. reach:
-    which keys are seen. kv: keys of a tile."""
+    """The tiles of each sequence are divided evenly into given.splits parts: the same bits, whatever other sequences there are.
+    reach: which keys are seen. kv: keys of a tile."""
 
     reach: Reach | None = None
     kv: int = 1
@@ -61,13 +61,13 @@ class Parted:
 
     @inlined
     def tiles(self, sequence, tokens, given):
-        """How many a sequence has: at least one, so that nobody's output is forgotten."""
+        """How many tiles a sequence has: at least one, so that its output is written."""
         seen = self.reach.keys(sequence, 0, tokens - 1, tokens, given)
         return int32(max(1, (seen.end - seen.first + self.kv - 1) // self.kv))
 
     @inlined
     def first(self, number, splits, sequences, tokens, given):
-        """The Work of block number `number`, of those that read the same head and the same rows."""
+        """The first Work of block `number` among those with the same head and the same rows."""
         sequence, split = divmod(number, splits)
         tiles = self.tiles(sequence, tokens, given)
         each, _ = divmod(int32(tiles + splits - 1), splits)
@@ -76,7 +76,7 @@ class Parted:
 
     @inlined
     def next(self, work, tokens, given):
-        """The Work that comes behind; nothing is left to do if its `left` is 0."""
+        """The next Work; nothing is left to do if its `left` is 0."""
         return work._replace(left=int32(0))
 
     @inlined
@@ -86,16 +86,15 @@ class Parted:
 
 
 class Shares(Parted):
-    """All sequences' tiles, one sequence behind the other, in equal shares, as many as blocks work at a time: nobody waits for
-    a long sequence at the end. A share begins and ends anywhere. Share i's part of sequence n is part i + n: so a sequence's
-    parts are neighbours, and no two have one number."""
+    """The tiles of all sequences, one sequence behind the other, are divided into equal shares, as many as blocks run at a
+    time: so no block with a long sequence is left at the end. A share begins and ends anywhere. The part of share i and
+    sequence n has number i + n: so the parts of a sequence are neighbours, and no two parts have the same number."""
 
     def __str__(self):
         return "shared"
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Parted."""
         return self.reach.given if self.reach else {}
 
     @inlined
@@ -125,7 +124,6 @@ class Shares(Parted):
 
     @inlined
     def first(self, number, shares, sequences, tokens, given):
-        """See Parted."""
         each, every = self.each(shares, sequences, tokens, given)
         begin = int32(min(each * number, every - 1))
         sequence, before = self.find(begin, sequences, tokens, given)
@@ -134,7 +132,6 @@ class Shares(Parted):
 
     @inlined
     def next(self, work, tokens, given):
-        """See Parted."""
         left, sequence, tiles = int32(work.left - (work.end - work.tile)), work.sequence, work.tiles
         if left > 0:
             sequence = int32(sequence + 1)
@@ -143,7 +140,8 @@ class Shares(Parted):
 
     @inlined
     def parts(self, number, shares, sequences, tokens, given):
-        """See Parted. Blocks go by sequences, or if these are more by the ends of shares: at each ends one sequence at most."""
+        """See Parted. There is a block for each sequence; or for the end of each share, if there are fewer shares than
+        sequences, because the end of a share cuts at most one sequence."""
         each, every = self.each(shares, sequences, tokens, given)
         sequence, before, end = number, int32(0), int32(each * (number + 1))
         if sequences <= shares:
@@ -154,14 +152,14 @@ class Shares(Parted):
         last, _ = divmod(int32(before + self.tiles(sequence, tokens, given) - 1), each)
         count = int32(last - share + 1)
         if sequences > shares and (end >= every or share != number):
-            count = int32(1)  # another block's, or nobody's
+            count = int32(1)  # it is another block's, or has one part only
         return Parts(sequence, int32(share + sequence), int32(0), count)
 
 
 @follows
 def shares_for(blocks: int, places: int) -> int:
-    """How many shares, each of which `blocks` blocks work on, leave few of the places idle that there are for blocks at a time.
-    Rather few: each begins and ends once."""
+    """How many shares leave few of the `places` for blocks idle, if `blocks` blocks work on each share. Preferably few, because
+    each share has the cost of beginning and ending."""
     return _few(blocks, places)
 
 
@@ -177,8 +175,8 @@ def _few(blocks, places):
 
 @follows
 def splits_for(blocks: int, tiles: int, processors: int) -> int:
-    """The fewest that let `blocks` blocks without splits, which have up to `tiles` tiles of keys, end soonest. A multiprocessor
-    works on its blocks at the speed that memory gives it, whether they are one or several at a time, so that what counts is how
+    """The fewest splits with which the call ends soonest. blocks: without splits, each of which has up to `tiles` tiles of
+    keys. A multiprocessor works at the speed of its share of memory, on one block or several at a time, so what counts is how
     many it gets."""
     return _soonest(blocks, tiles, processors)
 

@@ -1,5 +1,5 @@
-"""How query tokens lie, as objects with the same methods: which rows a block's tile has. The rows of a sequence and a key head
-are its tokens, and of each the query heads that share the key head."""
+"""How query tokens lie, as objects with the same methods: which rows a block's tile has. A sequence and a key head have a row
+for each token and each query head that shares the key head."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ from tiles.arguments import ENDS
 
 
 class Rows(NamedTuple):
-    """A tile: rows from `row` on, of so many tokens, of which the first is token `start` of a batch. sequence: whose tokens, if
-    the tile says that."""
+    """A tile: rows from `row` on, of `tokens` tokens, the first of which is token `start` of a batch. sequence: that of the
+    tokens, if the tile decides it."""
 
     sequence: Any
     start: Any
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 @static
 class Alike:
-    """Every sequence has a batch of as many tokens. band: rows of a tile."""
+    """Every sequence has a batch, and all have the same number of tokens. band: rows of a tile."""
 
     band: int
 
@@ -35,12 +35,12 @@ class Alike:
 
     @inlined
     def find(self, band, tokens, group, given):
-        """The Rows of the tile of that number; there are so many tokens, of `group` rows each."""
+        """The Rows of tile number `band`; there are `tokens` tokens, with `group` rows each."""
         return Rows(int32(0), int32(0), int32(tokens), int32(self.band * band))
 
     @inlined
     def number(self, number, splits, rows):
-        """The number of a block among those of all sequences, each of which has so many parts."""
+        """The number of a block among the blocks of all sequences, each of which has `splits` parts."""
         return number
 
     @inlined
@@ -55,20 +55,19 @@ class Alike:
 
 
 class OneBehindTheOther(Alike):
-    """In one batch, sequence n having the tokens from given.ends[n] to given.ends[n + 1]. Its tiles begin at tile number
-    ends[n] group // band + n, which leaves room for all of them; some tiles have no rows."""
+    """All sequences lie in one batch; sequence n has the tokens from given.ends[n] to given.ends[n + 1]. Its tiles begin at
+    tile ends[n] group // band + n, which leaves room for all of them; some tiles have no rows."""
 
     def __str__(self):
         return " packed"
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Alike."""
         return {"ends": ENDS}
 
     @inlined
     def find(self, band, tokens, group, given):
-        """See Alike: the sequence is found by halves."""
+        """See Alike. The sequence is found by bisection."""
         low, high = int32(0), int32(given.ends.shape[0] - 1)
         while high - low > 1:
             middle = int32((low + high) // 2)
@@ -82,15 +81,13 @@ class OneBehindTheOther(Alike):
 
     @inlined
     def number(self, number, splits, rows):
-        """See Alike: the tile says the sequence, the block which part."""
+        """See Alike. The tile decides the sequence, the block the part."""
         return int32(rows.sequence * splits + number)
 
     @inlined
     def batch(self, sequence):
-        """See Alike."""
         return int32(0)
 
     @inlined
     def has(self, rows, group):
-        """See Alike."""
         return rows.row < rows.tokens * group

@@ -15,7 +15,7 @@ from eager import arguments, attend
 
 from attention.compat import captured, flex, rewritten
 from attention.compat.flex import WHOLE, flex_attention, listed
-from attention.softmax.ready import BlockLists
+from attention.softmax.prepared_lists import BlockLists
 
 ROWS, COLS = 6, 9
 I, J = np.arange(ROWS)[:, None], np.arange(COLS)

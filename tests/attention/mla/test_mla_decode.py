@@ -108,6 +108,13 @@ def test_heads_and_tokens_are_rows(heads, tokens, family):
     agree(OnInterpreter(), *case((2, 67), tokens, heads), (2, 67), splits=tokens, family=family)
 
 
+@pytest.mark.parametrize("size", [None, 20])
+def test_two_blocks_widen_for_each_other(place, size):
+    """Two pairs of tiles of rows, of which one sees a tile of keys more; more of these than there is room for."""
+    lengths = (258, 1, 66)
+    agree(place, *case(lengths, 4, 64), lengths, size=size, splits=1, family="fp8")
+
+
 @pytest.mark.parametrize(
     ("family", "size"), [("sm_80", 1), ("sm_90", 128), ("sm_90", 1), ("sm_90", 20), ("fp8", 1), ("fp8", 64), ("fp8 sm_80", 24)]
 )

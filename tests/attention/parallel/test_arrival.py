@@ -14,8 +14,8 @@ import attention
 from attention import parallel
 from attention.parallel import arrival
 from attention.parallel.arrival import arrival_of
+from attention.parallel.gather_in_place import Others
 from attention.parallel.orders import Span, order_of
-from attention.parallel.others import Others
 from attention.parallel.pieces import Call
 
 

@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 import torch
 
 from attention import parallel
-from attention.parallel import agreed, gather
+from attention.parallel import agreement, gather
 from bench.ranks_memory import Silent, counts
 
 LENGTH, HEADS, KV_HEADS, DIM = 4096, 4, 4, 64
@@ -17,7 +17,7 @@ SMALL = 4096  # bytes of what else there may be
 
 def most(monkeypatch, world, rank, **options):
     """Bytes that a call takes beyond its shards, its output and lse."""
-    monkeypatch.setattr(agreed, "_KNOWN", {})
+    monkeypatch.setattr(agreement, "_KNOWN", {})
     counted, own = counts(world, rank, LENGTH, HEADS, KV_HEADS, DIM, **options)
     return counted.most - own
 

@@ -16,7 +16,7 @@ from threads import PATIENCE, Thread, compared, together
 
 import attention
 from attention import parallel
-from attention.parallel import agreed, gather, moves, parts
+from attention.parallel import agreement, gather, moves, parts
 from attention.parallel.gather import Gather
 from attention.parallel.mapped import Mapped, Memory
 from attention.parallel.orders import ORDERS, Span
@@ -98,7 +98,7 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
     monkeypatch.setattr(gather, "TILE", 1)
     for full, turns in (1, 2), (10**6, 1):
         monkeypatch.setattr(gather, "FULL", full)
-        agreed._KNOWN.clear()
+        agreement._KNOWN.clear()
         sent = []
         send = lambda *given, sent=sent, **told: sent.append(0) or moves.sums_on_their_way(*given, **told)
         monkeypatch.setattr(gather, "sums_on_their_way", send)

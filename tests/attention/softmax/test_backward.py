@@ -14,8 +14,8 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 import attention
 from attention import reference
 from attention.softmax.backward import ampere, hopper
-from attention.softmax.seen import CAUSAL, FULL, Left, Right
 from attention.softmax.variants import Both
+from attention.softmax.visible_keys import CAUSAL, FULL, Left, Right
 from tiles import bf16, fp16
 
 F32, FP16 = np.float32, fp16.np

@@ -10,15 +10,15 @@ from judged import inputs, there
 from judged_gradients import NOISE, agree
 from places import RANDOMLY, OnCard, OnInterpreter
 from test_backward import call
-from test_blocks import block_mask, drawn
+from test_key_block_lists import block_mask, drawn
 
 import attention
 from attention import reference
 from attention.softmax.backward import launches as module
 from attention.softmax.backward.tiling import Facing
-from attention.softmax.seen import CAUSAL, Left, Masked, Right
 from attention.softmax.tiling import Tiling
 from attention.softmax.variants import Both
+from attention.softmax.visible_keys import CAUSAL, Left, Masked, Right
 from ops import rsqrt, sigmoid, tanh, where
 
 F32 = np.float32

@@ -12,7 +12,7 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 
 import attention
 from attention import reference
-from attention.softmax.decode import attend, decode, hopper, splits
+from attention.softmax.decode import ampere, decode, hopper, splits
 from tiles.frameworks import Kind
 
 FP16 = np.dtype(np.float16)
@@ -276,15 +276,15 @@ def test_splits_fill_the_multiprocessors(blocks, tiles, wanted):
     assert splits.splits_for(blocks, tiles, 132) == wanted
 
 
-@pytest.mark.parametrize("arch", attend.ROOM)
+@pytest.mark.parametrize("arch", ampere.ROOM)
 def test_every_shape_fits(arch):
     """Shared memory holds as many blocks as a multiprocessor is to have, each with 1 KB that CUDA keeps for itself."""
-    for config in attend.space(arch, False):
-        _, smem = attend.make(config)
-        assert smem.nbytes <= attend.ROOM[arch]
-        assert config.resident * (smem.nbytes + 1024) <= attend.ROOM[arch] + 1024
+    for config in ampere.space(arch, False):
+        _, smem = ampere.make(config)
+        assert smem.nbytes <= ampere.ROOM[arch]
+        assert config.resident * (smem.nbytes + 1024) <= ampere.ROOM[arch] + 1024
     for config in hopper.space(arch, True):
-        assert hopper.make(config)[1].nbytes <= attend.LARGE
+        assert hopper.make(config)[1].nbytes <= ampere.LARGE
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from numba import cuda
 
 import tiles
 from attention.softmax.online import LOWEST, SLACK, Softmax
-from attention.softmax.seen import FULL
+from attention.softmax.visible_keys import FULL
 from ops import load, mma_AB, store
 from tiles import bf16, fp32, inlined, rt
 from tiles.arguments import parameter

@@ -1,13 +1,15 @@
 """bench/search_backward.py: what is in use is among what the search finds."""
 
-from attention.softmax.backward import apart, hopper
+from attention.softmax.backward import hopper, hopper_narrow
 from attention.softmax.hopper import SHARED_BYTES
 from bench import search_backward as search
 
 
 def test_what_is_in_use_fits():
     found = search.candidates(64)
-    assert [config for module, config in found if search.in_use(module, config)] == [apart.config_for(64, *search.PLAIN)]
+    assert [config for module, config in found if search.in_use(module, config)] == [
+        hopper_narrow.config_for(64, *search.PLAIN)
+    ]
     for module, config in found:
         assert search.registers(module, config) < hopper.REGISTERS[1]
         assert search.shared_bytes(module, config) <= SHARED_BYTES

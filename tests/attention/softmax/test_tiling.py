@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from attention.softmax import hopper
-from attention.softmax.seen import CAUSAL, FULL, Left, Masked, Right
 from attention.softmax.sequences import Packed
 from attention.softmax.tiling import Tiling, band_of, even
 from attention.softmax.variants import At, Both
+from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
 from tiles import bf16
 
 L2 = 50 * 2**20

@@ -12,8 +12,8 @@ from judged import inputs
 from numpy import minimum
 
 import attention
-from attention.softmax import launches, python
-from attention.softmax.python import named
+from attention.softmax import launches, python_functions
+from attention.softmax.python_functions import named
 from ops import where
 from tiles.frameworks import describe
 
@@ -169,7 +169,7 @@ def test_functions_of_objects_that_cannot_be_told_apart():
         layer = SimpleNamespace(reach=n, lock=threading.Lock())
         mask = lambda b, h, i, j, layer=layer: j <= i + layer.reach
         name = named("mask", mask)
-        assert python.known(name) is mask
+        assert python_functions.known(name) is mask
     q, k, v = inputs(1, 5, 9, 1, 1, 16)
     for reach in 0, 3:
         layer = SimpleNamespace(reach=reach, lock=threading.Lock())
@@ -178,18 +178,18 @@ def test_functions_of_objects_that_cannot_be_told_apart():
 
 
 def test_names_of_one_call_are_forgotten_in_time(monkeypatch):
-    python._PASSING.clear()
-    monkeypatch.setattr(python, "REMEMBERED", 2)
+    python_functions._PASSING.clear()
+    monkeypatch.setattr(python_functions, "REMEMBERED", 2)
     made = lambda layer: lambda b, h, i, j: j <= i + layer.reach
     with monkeypatch.context() as graph:
-        graph.setattr(python, "compiling", lambda: True)
-        graph.setattr(python, "_held", lambda option, function: ())
+        graph.setattr(python_functions, "compiling", lambda: True)
+        graph.setattr(python_functions, "_held", lambda option, function: ())
         in_graph = named("mask", made(SimpleNamespace(reach=9, lock=threading.Lock())))
     first, *others = [named("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
-    assert callable(python.known(in_graph))
-    assert all(callable(python.known(name)) for name in others)
+    assert callable(python_functions.known(in_graph))
+    assert all(callable(python_functions.known(name)) for name in others)
     with pytest.raises(ValueError, match="this process knows no function by that name"):
-        python.known(first)
+        python_functions.known(first)
 
 
 def test_the_cure_for_functions_of_math():
@@ -201,11 +201,11 @@ def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):
     """Dynamo guards a function's code, and those numbers that are written out for it."""
     reach, table = 3, [3]
     names = [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
-    monkeypatch.setattr(python, "compiling", lambda: True)
+    monkeypatch.setattr(python_functions, "compiling", lambda: True)
     assert names == [named("mask", function) for function in (sees, lambda b, h, i, j: j <= i + reach)]
     for hashes, half in (True, hash(0.5)), (False, "0.5"):  # since torch 2.13, and before
-        monkeypatch.setattr(python, "_hashes", lambda hashes=hashes: hashes)
-        assert python._held("mask", lambda b, h, i, j, more=0.5, *, less=True: j <= i + reach) == (3, half, True)
+        monkeypatch.setattr(python_functions, "_hashes", lambda hashes=hashes: hashes)
+        assert python_functions._held("mask", lambda b, h, i, j, more=0.5, *, less=True: j <= i + reach) == (3, half, True)
     with pytest.raises(TypeError, match=r"^mask: holds \('table',\), of which torch.compile would keep the first value"):
         named("mask", lambda b, h, i, j: j <= i + table[0])
     with pytest.raises(TypeError, match="^mask: must be a Python function"):

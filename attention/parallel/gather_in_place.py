@@ -1,0 +1,82 @@
+"""Keys and values of others come to memory of their own, and attention reads a rank's own where they are: nothing is put
+together, and what a call of this form does on the host is little (bench/test_host_ranks.py)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..softmax import remote_keys
+from ..softmax.key_sources import BLOCK
+from .moves import Strided, Way, made_like, strided
+from .orders import Span, Spans
+from .peers import Peers
+from .pieces import Call, Piece
+
+SERVED = {"causal", "scale", "deterministic"}  # what such a call may be told
+ALIGNMENT = 16  # bytes, of what TMA reads
+
+
+class Others:
+    """What calls of a form have in common: own are a rank's keys, `its` the way to all that its queries see, as one launch,
+    `piece`."""
+
+    def __init__(self, k: Any, v: Any, own: Spans, its: Way, piece: Piece, call: Call):
+        self.lengths, self.seen = piece.options["lengths_k"], seen_of(piece, own, call)
+        rows = piece.keys.stop - before_it(own, piece.keys.stop)
+        self.of_keys, self.of_values = (_Parts(x, rows, own, its) for x in (k, v))
+
+    @staticmethod
+    def of(k: Any, v: Any, queries: Spans, own: Spans, its: Way, call: Call) -> Others | None:
+        """None: there are none, or calls are not of this form."""
+        piece = call.joined(queries, k.shape[0], least=1) if call.plain and call.told.keys() <= SERVED else None
+        at_blocks = all([end % BLOCK == 0 or end == call.keys for span in own for end in span])
+        if piece is None or not (its.by_rows and its.receives and at_blocks and len(own) <= 2 and k.shape[0] == 1):
+            return None
+        return Others(k, v, own, its, piece, call) if remote_keys.serves(k.device, *call.head_dims) else None
+
+    def attend(self, peers: Peers, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """(out, lse) of this rank's queries."""
+        of_keys, of_values = self.of_keys, self.of_values
+        keys, values = of_keys.make(), of_values.make()
+        sends = [(rank, strided(k, *part) if part else k) for rank, part in of_keys.sends]
+        sends += [(rank, strided(v, *part) if part else v) for rank, part in of_values.sends]
+        receives = [(rank, strided(keys, *part) if part else keys) for rank, part in of_keys.receives]
+        receives += [(rank, strided(values, *part) if part else values) for rank, part in of_values.receives]
+        peers.exchange(sends, receives).wait()
+        return remote_keys.apart(q, keys, values, self.lengths, k, v, self.seen)
+
+
+class _Parts:
+    """Those of keys, or of values: what makes the array that others' come to, and what is sent of x, and received there, each
+    (rank, which part); None: all of it."""
+
+    def __init__(self, x: Any, rows: int, own: Spans, its: Way):
+        self.make, each = made_like(x, rows), math.prod(x.shape[2:])
+
+        def part(first: int, n: int, of: int) -> Strided | None:
+            return None if n == of else ((1, n, *x.shape[2:]), (of * each, *x.stride()[1:]), first * each)
+
+        parts = [[views.rows.ranges[n] for n in views.of_all_heads or ()] for views in (its.here, its.there)]
+        here, there = parts[0][its.own :], parts[1][its.own :]
+        self.sends = [(rank, part(*one, x.shape[1])) for rank, one in zip(its.sends, here)]
+        before = [first - before_it(own, first) for first, _ in there]
+        self.receives = [(rank, part(first, n, rows)) for rank, first, (_, n) in zip(its.receives, before, there)]
+
+
+def seen_of(piece: Piece, own: Spans, call: Call) -> remote_keys.Seen:
+    """What such a call is told."""
+    end = piece.keys.stop
+    first, second = (own + (Span(end, end),) * 2)[:2]
+    spans = first.start, first.stop, second.start, second.stop
+    return remote_keys.Seen(end, *spans, bool(call.told.get("causal")), call.told.get("scale"))
+
+
+def before_it(spans: Spans, key: int) -> int:
+    """How many keys of spans come before one."""
+    return sum([len(span.within(Span(0, key))) for span in spans])
+
+
+def adjacent(*arrays: Any) -> bool:
+    """Do their elements lie one behind the other, from such an address on as TMA takes?"""
+    return all([x.is_contiguous() and not x.data_ptr() % ALIGNMENT for x in arrays])

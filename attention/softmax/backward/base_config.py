@@ -1,0 +1,75 @@
+"""The part of a configuration that the families share for gradients: of kernels whose thread blocks have a block of keys
+each."""
+
+from dataclasses import dataclass, field
+
+from tiles import fp32, st, sv
+from tiles.arguments import Record, record
+
+from ..base_config import BaseConfig
+from .dq_order import UNORDERED, Ordered, Unordered
+from .query_lists import facing
+from .results import Added, Written
+from .slopes import UNASKED, Unasked
+from .tiling import Facing
+
+
+@dataclass(frozen=True)
+class BackwardConfig(BaseConfig):
+    """The fields of such a configuration. queries: rows of a tile. ordered, stores: see dq_order.py. adds: see results.py.
+    learns: see slopes.py."""
+
+    queries: int
+    ordered: bool = field(default=False, kw_only=True)
+    stores: bool = field(default=False, kw_only=True)
+    adds: bool = field(default=False, kw_only=True)
+    learns: Unasked = field(default=UNASKED, kw_only=True)
+    early = False  # whether it begins while the grid before it ends
+
+    @property
+    def in_order(self) -> Ordered:
+        """How blocks add to dQ in a fixed order; each family defines it."""
+        raise NotImplementedError
+
+    @property
+    def in_any(self) -> Unordered:
+        """How blocks add to dQ if the order does not matter."""
+        return UNORDERED
+
+    @property
+    def order(self) -> Unordered:
+        """In which order blocks add to dQ."""
+        return self.in_order if self.ordered else self.in_any
+
+    @property
+    def result(self) -> Written:
+        """How gradients are stored."""
+        return Added(fp32) if self.adds else Written(self.dtype)
+
+    @property
+    def given(self) -> Record:
+        """The kernel's arguments for the variant, for sequences, for lists, for the order and for slopes."""
+        return record(**super().given.fields, **self.order.given, **self.learns.given)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.queries
+
+    @property
+    def tiling(self) -> Facing:
+        """Which queries see a block of keys."""
+        return facing(self.by_list, self.ordered)(self.rows, self.kv, self.variant, self.lie.apart)
+
+    @property
+    def of_rows(self) -> sv:
+        """Two numbers for each row of a tile: first the log-sum-exps of all rows, then their sums of dO O."""
+        return sv(2 * self.rows, fp32)
+
+    @property
+    def dout(self) -> st:
+        """A tile of dO."""
+        return st(self.rows, self.value_dim, self.dtype)
+
+    def __str__(self):
+        return super().__str__() + str(self.order) + " adds" * self.adds + str(self.learns)

@@ -1,0 +1,93 @@
+"""The part of a configuration that all kernels of softmax attention have in common: what a kernel computes, whatever its shape
+and its instructions."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiles import dtype, st
+from tiles.arguments import Record, record
+
+from .bias_tiles import Nothing, Tiles
+from .key_block_lists import Listed
+from .key_sources import Along, InPages
+from .sequences import Batched, Cached
+from .tiling import Tiling
+from .variants import Variant, arrays_of
+
+
+def in_pages(parts: int = 1) -> dict[str, Any]:
+    """The fields of a BaseConfig for sequences whose keys and values are cached in pages."""
+    return {"lie": Cached, "held": InPages(parts)}
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """What a kernel computes. head_dim, value_dim: padded. kv: keys of a tile. lie: how sequences lie. held: where their keys
+    and values come from. axes: how many axes each array has that the variant's functions read. by_list: lists say which blocks
+    of keys a tile sees. unrounded: the output is float32. joins: the output is merged with that for other keys."""
+
+    head_dim: int
+    value_dim: int
+    dtype: dtype
+    variant: Variant
+    kv: int
+    lie: type[Batched] = field(default=Batched, kw_only=True)
+    held: Along = field(default=Along(), kw_only=True)
+    axes: tuple[int, ...] = field(default=(), kw_only=True)
+    by_list: bool = field(default=False, kw_only=True)
+    unrounded: bool = field(default=False, kw_only=True)
+    joins: bool = field(default=False, kw_only=True)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a thread block; each family defines it."""
+        raise NotImplementedError
+
+    @property
+    def tiling(self) -> Tiling:
+        """Which keys a tile's queries see."""
+        return (Listed if self.by_list else Tiling)(self.rows, self.kv, self.variant)
+
+    @property
+    def sequences(self) -> Batched:
+        """How they lie."""
+        return self.lie(self.rows)
+
+    @property
+    def brought(self) -> Nothing:
+        """What TMA brings beside a tile of keys (bias_tiles.py)."""
+        brings = self.variant.brings
+        return Nothing() if brings is None else Tiles(self.rows, self.kv, brings)
+
+    @property
+    def given(self) -> Record:
+        """The kernel's arguments for the variant, for sequences, for where keys come from, for lists and for tiles of a
+        bias."""
+        parts = self.variant, self.sequences, self.held, self.tiling, self.brought
+        return record(**{name: what for part in parts for name, what in part.given.items()})
+
+    @property
+    def aux(self) -> Record:
+        """The arrays that the variant's functions read."""
+        return arrays_of(self.axes)
+
+    @property
+    def query(self) -> st:
+        """A block's tile of Q."""
+        return st(self.rows, self.head_dim, self.dtype)
+
+    @property
+    def key(self) -> st:
+        """A tile of K."""
+        return st(self.kv, self.head_dim, self.dtype)
+
+    @property
+    def value(self) -> st:
+        """A tile of V."""
+        return st(self.kv, self.value_dim, self.dtype)
+
+    def __str__(self):
+        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
+        lie = "" if self.lie is Batched else f" {self.lie.__name__.lower()}"
+        lie += f"{self.held}" + " by list" * self.by_list + (" joined" if self.joins else " unrounded" * self.unrounded)
+        return f"{dims} {self.dtype} {self.variant}{lie}, {self.rows} x {self.kv}"

@@ -1,0 +1,399 @@
+"""Attention of a few query tokens, over a part of the keys: cp.async, ldmatrix and mma.sync, for sm_80 and later.
+
+Memory sets the speed: keys and values are read once, and each serves only a few rows. So the rows of one tile are all tokens,
+and all query heads that share a key head. The warps of a block share the keys: each has some of every tile, which it loads,
+reads and weighs by itself, so that no warp waits for another before the end. There their partial results are merged; if several
+blocks share the keys of a sequence, combine.py merges those of the blocks. splits.py says which keys a block works on.
+
+On Hopper the kernel begins while the one before it ends, and waits for it before it reads; so does the kernel of combine.py.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    block,
+    columns,
+    divmod,
+    exp2,
+    finish_sum,
+    grid,
+    load,
+    log2,
+    maximum,
+    row_index,
+    store,
+    subtile,
+    zeros,
+)
+from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
+from tiles.arguments import FLOAT, INT, array, record
+from tiles.cp_async import PIECES
+from tiles.layout import LANES
+
+from ..norms import Normed
+from ..online import LOWEST, TINY, Softmax
+from ..variants import At, Variant, arrays_of
+from .caches import Dense, Indexed, Paged
+from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
+from .products import Narrow, NarrowByKey, Same
+from .reach import Everything, Reach
+from .results import Either, Part, PartOfPacked, Spot, Whole
+from .splits import Parted, Shares
+from .tokens import Alike, OneBehindTheOther
+
+PANEL = 32  # columns of O that a warp adds up at once: a panel of float32
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which caches a kernel reads, what becomes of their scores, and its shape: `band` rows of a tile, `warps` with `keys` keys
+    of every tile each, stages of the pipelines, and `resident` blocks of a multiprocessor. sums: what joins the sum of weights.
+    split: which keys a block works on. early: the kernel may begin while the grid before it ends. lie: how query tokens lie.
+    axes: how many axes each array has that the variant's functions read. keys_norm: the norm of keys before their scores."""
+
+    head_dim: int
+    value_dim: int
+    product: Same
+    variant: Variant
+    reach: Reach
+    cache: Dense
+    result: Whole | Either
+    sums: Variant
+    split: type[Parted]
+    early: bool
+    band: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+    lie: type[Alike] = Alike
+    axes: tuple[int, ...] = ()
+    keys_norm: AsTheyAre = AS_THEY_ARE
+
+    @property
+    def kv(self):
+        """Keys of a tile."""
+        return self.keys * self.warps
+
+    @property
+    def threads(self):
+        """Threads of a block."""
+        return LANES * self.warps
+
+    @property
+    def given(self):
+        """The kernel's arguments for all these."""
+        parts = self.reach, self.cache, self.product, self.keys_norm, self.variant, self.sums, self.result, self.lie(self.band)
+        return record(**{name: what for part in parts for name, what in part.given.items()})
+
+    def __str__(self):
+        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
+        scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
+        kind = f"{dims} {self.product}{self.keys_norm} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}"
+        return f"{kind}, {self.band} x {self.kv}" + " early" * self.early
+
+
+BAND = 16  # rows of a tile
+MOST = 2 * BAND  # rows of a tall tile
+SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
+    64: (32, 4, 2, 2),
+    96: (16, 4, 3, 2),
+    128: (16, 4, 2, 2),
+    192: (16, 4, 2, 1),
+    256: (16, 4, 2, 1),
+}
+ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multiprocessor has little more than one such block
+    99 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
+    163 * 1024: {},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
+}
+SHARED = {128: (32, 4, 2, 1)}  # the same of dense caches of 16 bits, and of shares, where a block begins and ends several times
+NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
+SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
+TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
+    99 * 1024: {64: (32, 4, 2, 1)},
+    163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
+    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
+}
+LEAST, LARGE = min(ROOMS), max(ROOMS)
+NORMS = (RmsOfRows(True), ByRms()), (LayerOfRows(False), ByLayer())  # of queries and of keys
+ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
+
+
+def config_for(
+    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
+    sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
+    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE,
+) -> Config:  # fmt: skip
+    """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
+    dims, in the shape of the greater one. tall: there are rows for more than one tile."""
+    padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
+    room = max(r for r in ROOMS if r <= room)
+    short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
+    if room == LARGE and (split is Shares or (type(product) is Same and type(cache) is Dense)):
+        short |= SHARED
+    if room == LARGE and split is Shares:
+        plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
+        high = high | SHARED_TALL if plain else high
+    tall = tall and keys_norm.slim and dim in high
+    band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
+    parted = split is Parted and room == LARGE and band == BAND and dim in NARROW
+    if parted and type(product) is Narrow and type(cache) is Dense:
+        keys, warps, stages, resident = NARROW[dim]
+    elif product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
+        warps, resident = 2 * warps, 1
+    if product.by_key and band > BAND and keys > BAND:  # there are not registers for the numbers of so many
+        keys, stages = keys // 2, 2 * stages
+    shape = band, keys, warps, stages, resident
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes, keys_norm)
+
+
+def either(of: dtype, piece: int) -> Either:
+    """How results are stored if some are whole and others parts."""
+    return Either(Whole(of, piece), Part(of, piece))
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
+    plain, room = Variant(), ROOM.get(arch, LEAST)
+    early = arch >= "sm_90"
+    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
+    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
+    if everything:
+        kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
+    forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (
+        arch not in ("sm_80", "sm_86")
+    )
+    if everything:
+        forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
+    found = [
+        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
+        for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
+    ]
+    if arch not in ("sm_80", "sm_86"):  # keys that have numbers of their own
+        by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
+        dense, part = Dense(piece), Part(bf16, piece)
+        found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, early, False, room))
+        for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (Dense, Paged), (False, True)):
+            lies, given = cache(piece), either(bf16, piece)
+            found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, early, tall, room))
+    if everything:  # queries one behind the other
+        kind = (
+            Same(bf16),
+            plain,
+            Reach(False, True, False),
+            Paged(PIECES[0]),
+            PartOfPacked(bf16, PIECES[0]),
+            plain,
+            Parted,
+            early,
+        )
+        found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
+        read = Reach(False, True, False), Dense(PIECES[0]), either(bf16, PIECES[0])
+        for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
+            if keys.slim or dim < max(SHAPES) or room > LEAST:  # but for what spills 32 bytes
+                normed = Same(bf16), Normed(rows), *read, plain, Shares, early, tall, room
+                found.append(config_for(dim, dim, *normed, keys_norm=keys))
+    yield from dict.fromkeys(found)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
+    INPUT, HELD, GIVEN = config.product.wide, config.product.held, config.given
+    product = config.product
+    variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
+    split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
+    norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
+    WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
+    IN_PARTS = type(result) is not Whole
+    QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
+    SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
+    TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
+    Q, ROWS = rt(BAND, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(BAND, config.head_dim, fp32)
+    KEY = rt(KEYS, st(KEYS, config.head_dim, HELD).panel_cols, fp32)
+    S, O = rt(BAND, KEYS, fp32), rt(BAND, config.value_dim, fp32)
+    room = STAGES * KV * config.value_dim * HELD.itemsize  # where values lie: O goes through it in so many parts
+    PARTS = next(
+        n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0
+    )
+    COLUMNS = config.value_dim // PARTS
+    ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
+    FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
+    KNOWS = type(reach) is Everything and not reach.padded and config.lie is Alike  # from numbers alone, where its keys lie?
+    PIPES = product.pipes(KV, STAGES, WARPS)
+    GROUPS, AHEAD = 2 + len(PIPES), STAGES - 1  # groups of copies that bring a tile; tiles under way
+    NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # groups that are younger than keys, or values, that are waited for
+    smem = shared(
+        q=pipeline(QUERY, 1, WARPS),
+        k=pipeline(st(KV, config.head_dim, HELD), STAGES, WARPS),
+        v=pipeline(VALUES, STAGES, WARPS),
+        scratch=sv(WARPS * BAND, fp32),
+        **PIPES,
+    )
+    softmax = Softmax(O)
+
+    @inlined
+    def following(there, k, gK, sequence, key, end, given):
+        """Where the next tile lies, from `key` on, and the one behind it, if that one is looked up ahead."""
+        if FAR:
+            return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
+        return cache.look(k, gK, sequence, key, end, given), there
+
+    @inlined
+    def whole_rows(tile, at):
+        """What the variant must know of whole rows of queries, before they are overwritten."""
+        if variant.prepares:
+            found = variant.of_queries(load(tile, ROWS), at)
+            block.sync()
+            return found
+        else:
+            return None
+
+    @inlined
+    def ahead(i, head, given):
+        """What is read from memory to prepare panel i of the queries for the products."""
+        col = int32(Q.cols * i)
+        return variant.ahead(Q.row_vec, col, given), norm.ahead(Q.row_vec, head, col, given)
+
+    @inlined
+    def panel(tile, made, i, known, of_queries, asked, at, head):
+        """Prepare panel i of the queries for the products. Returns `known`, with what is known of this panel added."""
+        x = variant.queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], at, Q.cols * i)
+        y = product.queries(norm.queries(x, asked[1]))
+        store(subtile(made, BAND, 0, Q.cols, i), y)
+        return norm.more(known, x, y, head, Q.cols * i, at.given)
+
+    @inlined
+    def taken(q, at, head, asked, scratch):
+        """(queries, once they have arrived, as the products take them; what scores must know of them). asked: what was loaded
+        ahead for the warp's own panel, or None."""
+        tile = q.wait(0, GROUPS * AHEAD)
+        if SAME:
+            return tile, None
+        made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, at), norm.begin(zeros(O.col_vec))
+        warp = int32(cuda.threadIdx.x // LANES)
+        if SOON:
+            if warp < QUERY.panels:
+                known = panel(tile, made, warp, known, of_queries, asked, at, head)
+        else:
+            for i in range(warp, QUERY.panels, WARPS):
+                known = panel(tile, made, i, known, of_queries, ahead(i, head, at.given), at, head)
+        block.sync(fenced=True)
+        return made, norm.whole(known, scratch)
+
+    @inlined
+    def add_up(o, l, unit, col, v, spot, given):
+        """Sum up some columns of O over all warps, from `col` on, and store them."""
+        addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
+        store(subtile(addends, BAND, warp), o)
+        block.sync()
+        for slab in range(warp, SLABS, WARPS):
+            o = zeros(SLAB)
+            for other in range(WARPS):
+                o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
+            o = product.columns(o, unit)
+            result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
+
+    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
+    def attend(
+        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN, aux: AUX,
+        heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
+    ):  # fmt: skip
+        """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
+        the keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        opened = smem.open()
+        q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
+        if EARLY and IN_PARTS:
+            grid.release()  # the blocks of combine.py may begin, and wait
+        rest, band = divmod(cuda.blockIdx.x, bands)
+        number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
+        if EARLY and not KNOWS:
+            grid.wait(int32(number + head + band))
+        rows = lie.find(band, tokens, group, given)
+        warp, row, tokens, begin = int32(cuda.threadIdx.x // LANES), rows.row, rows.tokens, int32(rows.start * group)
+        end = int32(tokens * group)
+        last_row = min(row + BAND, end) - 1
+        first_token, last_token = int32(row // group), int32(last_row // group)
+        work = split.first(lie.number(number, splits, rows), splits, sequences, tokens, given)
+        while work.left > 0 and lie.has(rows, group):
+            sequence, batch, whole = work.sequence, lie.batch(work.sequence), work.end - work.tile == work.tiles
+            of, first_out, last_out = lie.batch(work.of), int32(rows.start + first_token), int32(rows.start + last_token)
+            spot = Spot(batch, head, work.part, of, whole, int32(begin + row), first_out, last_out, group)
+            every = reach.keys(sequence, 0, tokens - 1, tokens, given)
+            sees = reach.keys(sequence, first_token, last_token, tokens, given)
+            tile = int32(max(work.tile, (sees.first - every.first) // KV))
+            first = int32(every.first + KV * tile)
+            n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
+            if EARLY and KNOWS:
+                grid.wait(int32(first + n))
+            asked = ahead(warp, head, given) if SOON else None  # ahead of the keys, behind which it would arrive late
+            place = q.look_up(None, group, (0, spot.row), begin + end)  # only the rows of one token lie side by side
+            here = cache.look(k, gK, sequence, first, sees.end, given)
+            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
+            numbers = product.look(pipes, cache, sequence, first, sees.end, given)
+            q.fill_pages(0, gQ, place, (spot.row, batch, head, 0), begin + end, None, cache.piece)
+            for i in range(AHEAD):
+                key, later = int32(first + KV * i), int32(first + KV * (i + 1))
+                product.fill_keys(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
+                cache.fill(k, i, gK, here, sequence, key, head, sees.end, n, given)
+                product.fill_values(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
+                cache.fill(v, i, gV, here, sequence, key, head, sees.end, n, given)
+                here, there = following(there, k, gK, sequence, later, sees.end, given)
+                numbers = product.look(pipes, cache, sequence, later, sees.end, given)
+            of_rows = row_index(O.col_vec) + row
+            token = of_rows // group
+            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
+            at = at._replace(kept=variant.keep(at))
+            k_unit, v_unit = product.units(sequence, head, given)
+            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(LOWEST), product.unit()
+            for i in range(n):
+                key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+                keys = k.own(i, NEWER)
+                product.fill_keys(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
+                cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
+                of_keys = product.of_keys(k_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                s = product.scores(zeros(S), queries, keys, of_keys)
+                s = norm.scores(s, keys, KEY, of_keys, known, given)
+                values = v.own(i, NEWER)
+                product.fill_values(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
+                cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
+                here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
+                numbers = product.look(pipes, cache, sequence, int32(later + KV), sees.end, given)
+                s = reach.mask(variant.mask(variant.score(s, at, key), at, key, -math.inf), at, key, sees.end)
+                seen = seen.moved(s, None, scale, slack)
+                of_values = product.of_values(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
+                o, o_unit = product.rescaled(seen, o_unit, of_values)
+                p = seen.weights(s, None, scale)
+                seen = seen._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
+
+            m = block.reduce_max(seen.m, scratch)
+            if result.joins(spot):
+                m = maximum(m, sums.lowest(at))
+            weight = exp2((seen.m - m) * scale)
+            l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
+            if result.joins(spot):
+                l = sums.total(l, m, scale, at)
+            o = seen.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
+            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
+            if PARTS > 1:
+                block.sync()
+                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, spot, given)
+            if PARTS > 2:
+                block.sync()
+                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, spot, given)
+            if warp == 0:
+                result.store_sums(m + log2(l) / scale, scale, spot, given)
+            work = split.next(work, tokens, given)
+            if work.left > 0:
+                block.sync()  # the addends are no longer read; values will come to their place
+
+    return attend, smem

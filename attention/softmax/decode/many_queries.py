@@ -1,0 +1,55 @@
+"""Where there are many query tokens: forward's kernels serve them, whose tiles have more rows, of one head each, over keys that
+are held in caches (key_sources.py, sequences.py)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiles.arrays import Operand
+from tiles.program import Step
+from tiles.schema import Problem
+
+from ...families import choose
+from ..assembled import Assembled
+from ..key_sources import Along, InCaches, InPages
+from ..launches import Shape, config_of, launch, variant_arrays
+from ..sequences import Cached, PackedCached
+
+EIGHT = 8  # rows that TMA's parts of a tile are a multiple of
+
+
+def planned(
+    problem: Problem,
+    made: Assembled,
+    family: str | None,
+    queries: Operand,
+    most_keys: int,
+    aux: Sequence[Operand],
+    told: dict[str, Any],
+) -> Step:
+    """The launch of an assembled variant. most_keys: those of a sequence, at most. aux: what its functions read. told: what
+    kernels are told of lengths and of the output. ValueError."""
+    packed, paged = "cu_seqlens" in problem, "pages" in problem
+    kind: dict[str, Any] = {"lie": PackedCached if packed else Cached, "axes": tuple(len(x.form.shape) for x in aux)}
+    kind["held"] = InPages(1) if paged else InCaches() if packed or "batch_index" in problem else Along()
+    hopper, parts = config_of(problem, made, True, most_keys, **kind), 1
+    if paged:
+        part = math.gcd(hopper.kv, int(problem("T")[0]))
+        parts = 0 if part % EIGHT or "leftpad" in problem else hopper.kv // part
+    if family == "sm_90" and not parts:
+        raise ValueError(
+            f"family: sm_90 takes pages of a multiple of {EIGHT} keys, and no leftpad where there are pages: "
+            f"k.shape={problem.shape('k')}, {family=} (the default, None, takes them)"
+        )
+    tma = choose(problem, family, problem.by_tma and parts > 0) == "sm_90"
+    config: Shape = hopper if tma else config_of(problem, made, False, most_keys, **kind)
+    if tma and paged:
+        config = replace(hopper, held=InPages(parts))
+    arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
+    arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
+    arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
+    arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.held, InCaches) else {}
+    arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
+    read = {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}  # q may be normalised already
+    return launch(problem, made, config, most_keys, **arrays, **told, **made.numbers, **read)

@@ -1,0 +1,332 @@
+"""FlashAttention forward in fp8 for Hopper: hopper.py's pipeline with products of e4m3, which tensor cores do twice as fast.
+
+What differs. fp8 instructions take only operands that lie along the contracted axis, so keys must be columns of V's tiles: the
+producer warpgroup turns them, or a kernel has done so with all of V (fp8_values.py). Weights are rounded to e4m3, whose least
+number is 2^-9: the greatest is not 1, but 2^LIFT. The tensor cores cut off all but some 10 bits of a sum of fp8 products, so
+each key block's is its own, and fp32 adds them up: a consumer takes its turn for O += P V and, that waited for, the next
+scores; their softmax runs while another one has its turn. And scores and values have the units that their arrays were divided
+by, one for each sequence and head of keys."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import columns, divmod, hstack, persistent_tile, subtile, warpgroup, zipped
+from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared
+from tiles.arguments import FLOAT, INT, array, tiled
+
+from .base_config import BaseConfig
+from .descales import OfBlocks, OfHeads
+from .fp8_values import Before, ByProducer
+from .hopper import REGISTERS
+from .online import Softmax
+from .output import Stored
+from .sequences import Batched
+from .variants import At, Variant
+from .visible_keys import CAUSAL, FULL
+
+LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
+HEADS, IN_BLOCK = OfHeads(), ByProducer()
+
+
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`. units: see descales.py;
+    turned: see fp8_values.py."""
+
+    consumers: int
+    stages: int = 2
+    units: OfHeads = field(default=HEADS, kw_only=True)
+    turned: ByProducer = field(default=IN_BLOCK, kw_only=True)
+    persistent = False
+
+    @property
+    def rows(self):
+        """Query rows of a thread block."""
+        return warpgroup.ROWS * self.consumers
+
+    @property
+    def threads(self):
+        """Threads of a block: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (self.consumers + 1)
+
+    def __str__(self):
+        return f"{super().__str__()}{self.units}" + " turned before" * self.turned.before
+
+    @property
+    def local_bytes(self):
+        """What registers leave over, of a thread: of shapes that were timed to be faster all the same."""
+        return LOCAL.get((self.value_dim, self.kv), 0) if self.turned.before else 0
+
+    @property
+    def part(self):
+        """Columns of O that are taken up at a time: what registers have room for, of three consumers or two."""
+        return min(self.value_dim, 64 if self.consumers > 2 else 128)
+
+
+SHAPES: dict[int, Any] = {64: (128, 3), 128: (256, 2), 256: (96, 2)}  # padded head_dim: kv, consumers
+VARIED: dict[int, Any] = {64: (128, 3), 128: (192, 2), 256: (64, 2)}  # the same of windows, and sequences of many lengths
+SCORED: dict[int, Any] = {64: (96, 3), 128: (128, 2), 256: (64, 2)}  # the same where functions are asked of scores
+BLOCKED: dict[int, Any] = {64: (128, 3), 128: (256, 2)}  # the same of blocks that have units of their own
+BLOCKED_SHORT: dict[int, Any] = BLOCKED | {128: (128, 2)}  # the same of causal attention of up to SHORT keys
+BLOCKED_VARIED: dict[int, Any] = {64: (64, 3), 128: (128, 2)}
+# Where V is turned before: {padded head_dim: {from so many keys on: kv, consumers, stages}}
+TURNED: dict[int, dict[int, Any]] = {
+    64: {8192: (192, 3, 3)},
+    128: {0: (128, 3, 3), 8192: (160, 3, 2)},
+    256: {0: (128, 2, 2)},
+}
+BLOCKED_TURNED: dict[int, Any] = {128: (128, 3, 3)}  # the same of blocks that have units of their own
+LOCAL = {(128, 160): 8, (256, 128): 40}  # columns of V, keys of a tile: bytes
+SHORT = 2048
+MANY = 2048  # query rows that share a head of V, from which on turning it before pays
+ROUNDS = 1.05  # how much longer, by its rows alone, the kernel of TURNED may be busy than the other: it is that much faster
+
+
+def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
+    """The next larger one that there are kernels of."""
+    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+
+
+def turned_shape(padded: int, keys: float) -> Any:
+    """TURNED's shape for so many keys; None: there is none."""
+    return next((shape for least, shape in reversed(TURNED[padded].items()) if keys >= least), None)
+
+
+def blocked_shape(padded: int, keys: float, variant: Variant) -> Any:
+    """The same where blocks have units of their own."""
+    return None if variant.rising and keys <= SHORT else BLOCKED_TURNED.get(padded)
+
+
+def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
+    """Does plain attention, of so many queries and keys of each pair of head and batch, `group` of which share one of V, take
+    less time where V is turned before?"""
+    shape = turned_shape(padded, keys)
+    if shape is None or queries * group < MANY:
+        return False
+    (_, consumers), (_, more, _) = SHAPES[padded], shape
+    return busy(more, queries, pairs, processors) <= ROUNDS * busy(consumers, queries, pairs, processors)
+
+
+def busy(consumers: int, queries: int, pairs: int, processors: int) -> int:
+    """How many rows the busiest multiprocessor works on, if tiles belong to so many consumers."""
+    rows = warpgroup.ROWS * consumers
+    return -(-(-(-queries // rows) * pairs) // processors) * rows
+
+
+def config_for(
+    head_dim: int,
+    variant: Variant,
+    value_dim: int | None = None,
+    units: OfHeads = HEADS,
+    keys: float = math.inf,
+    before: bool = False,
+    **kind: Any,
+) -> Config:
+    """The configuration that serves a problem of so many keys. before: is V to be turned before, if it can be? kind: what else
+    a BaseConfig says."""
+    padded = padded_dim(head_dim, value_dim)
+    plain = variant.plain and kind.get("lie", Batched) is Batched
+    shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)
+    if before and plain and shape:
+        kind |= {"units": units.of_tiles(shape[0]), "turned": Before()}
+        return Config(padded, padded, fp8e4m3, variant, *shape, **kind)
+    if units.by_block:
+        short = variant.rising and keys <= SHORT
+        shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
+    else:
+        shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
+    return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units.of_tiles(shapes[padded][0]), **kind)
+
+
+def space(arch: str, everything: bool) -> Iterator[Config]:
+    """What problems are served with."""
+    if arch == "sm_90a":
+        for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
+            yield config_for(head_dim, variant)
+        for head_dim, variant in itertools.product(TURNED, (FULL, CAUSAL)):
+            yield from (config_for(head_dim, variant, keys=keys, before=True) for keys in TURNED[head_dim])
+        for head_dim, values in itertools.product(BLOCKED, (True, False)):
+            yield config_for(head_dim, CAUSAL, units=OfBlocks(values))
+        for head_dim, values in itertools.product(BLOCKED_TURNED, (True, False)):
+            yield config_for(head_dim, CAUSAL, units=OfBlocks(values), before=True)
+        yield config_for(128, CAUSAL, units=OfBlocks(True), keys=SHORT)
+
+
+class Units(NamedTuple):
+    """The arrays that say what numbers are multiplied by, and whose of them are a tile's."""
+
+    q: Any
+    k: Any
+    v: Any
+    batch: Any
+    kv_head: Any
+
+
+class Tile(NamedTuple):
+    """What a consumer knows of its rows: the queries, the Blocks of keys, where they stand, how exp2 scales scores, their unit,
+    in units of scores how much weights are lifted and how far a maximum may lag, and where units are told."""
+
+    queries: Any
+    every: Any
+    at: Any
+    scale: Any
+    unit: Any
+    lift: Any
+    slack: Any
+    told: Any
+
+    @inlined
+    def per_scale(self):
+        """What one power of 2 of a weight is in units of scores."""
+        return self.lift * float32(1 / LIFT)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
+    CONSUMERS, GIVEN, AUX = config.consumers, config.given, config.aux
+    variant, tiling, sequences = config.variant, config.tiling, config.sequences
+    MEASURES, units = variant.measures, config.units
+    BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
+    output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
+    PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
+    O, PART = rt(16, config.value_dim, fp32), config.part  # a consumer's rows of the output; columns of a product
+    WHOLE, TOGETHER = config.value_dim == PART, config.value_dim <= 128  # halves: have registers room for both?
+    readers, turned = CONSUMERS * warpgroup.WARPGROUP, config.turned
+    smem = shared(
+        q=ring(config.query, 1, readers),
+        k=ring(config.key, config.stages, readers),
+        **turned.rings(config.kv, config.value_dim, config.stages, readers),
+    )
+    softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, bf16)
+    VALUES, BEHIND = turned.source(config.kv, config.value_dim), turned.behind
+
+    @inlined
+    def scored(s, key, tile, of):
+        """What the variant makes of scores, in their unit if it wants to know."""
+        if MEASURES:
+            return variant.score(units.measured(s, tile, of.unit), of.at, key)
+        else:
+            return variant.score(s, of.at, key)
+
+    @inlined
+    def lifted(below, lift):
+        """What to subtract from scores, for higher weights."""
+        if variant.by_rows:
+            return below - lift
+        else:
+            return -lift
+
+    @inlined
+    def weighed(s, key, seen, tile, of):
+        """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum."""
+        below = variant.below(s, of.at, key)
+        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+
+    @inlined
+    def gained(o, lag, p, tile):
+        """O, which lags, and the product of a block's weights and its tile of values, each summed by itself."""
+        if WHOLE:
+            return warpgroup.wait(warpgroup.mm_ABt(p, tile)) + o * lag
+        elif TOGETHER:  # the first half of the columns is taken up while the tensor cores have the second
+            left, right = warpgroup.mm_ABt(p, subtile(tile, PART, 0)), warpgroup.mm_ABt(p, subtile(tile, PART, 1))
+            taken = warpgroup.wait(left, newer=1) + columns(o, PART, 0) * lag
+            return hstack(taken, warpgroup.wait(right) + columns(o, PART, 1) * lag)
+        else:  # one half after the other: there are not registers for more
+            left = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, PART, 0))) + columns(o, PART, 0) * lag
+            right = warpgroup.wait(warpgroup.mm_ABt(p, subtile(tile, PART, 1))) + columns(o, PART, 1) * lag
+            return hstack(left, right)
+
+    def steps(cut):
+        """A tile's key blocks; `cut` by the mask or not."""
+
+        @inlined
+        def step(j, p, seen, tile, k, values, me, of):
+            """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile:
+            its units; the next one's are asked for while these are used, for loads, and their addresses, take long."""
+            key = tiling.key(of.every, j, of.at)
+            turn.take(me)
+            seen = seen._replace(o=gained(seen.o, seen.lag, p, values.turned.wait(j - 1)))
+            s = warpgroup.mm_ABt(of.queries, k.wait(j))
+            turn.give(me)
+            values.turned.release(j - 1)
+            s = warpgroup.wait(s)
+            s = scored(s, key, tile, of)
+            if cut:
+                s = tiling.mask(s, of.at, key)
+            seen, p = weighed(s, key, seen, tile, of)
+            k.release(j, after=seen.m)
+            ahead = units.of_tile(of.told, tiling.key(of.every, j + 1, of.at), of.unit)
+            return zipped(p), units.summed(seen, p, tile), ahead
+
+        return step
+
+    cut_step, step = steps(True), steps(False)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def attend_fp8(
+        gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gO: OUTPUT,
+        gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
+        gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
+    ):  # fmt: skip
+        """As hopper.py's `attend`, of arrays that stand for themselves times a unit: the product of a number and of one of each
+        sequence and head of keys, or of each block of rows, too."""
+        q, k, values = turned.opened(smem.open())
+        me = warpgroup.id()
+        block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
+        block, batch, head = sequences.find(block, pair, heads, given)
+        if sequences.has(block, batch, given):
+            own, row, kv_head = sequences.sequence(batch, given), ROWS * block, divmod(head, group)[0]
+            if me == PRODUCER:
+                warpgroup.release_registers(keep)
+                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+                every = tiling.key_blocks(row, at)
+                q.fill(0, gQ, (own.batch, own.query + row, head))
+                for j in range(int32(every.n + BEHIND)):
+                    if j < every.n:
+                        key = tiling.key(every, j, at)
+                        k.fill(j, gK, (own.batch, own.key + key, kv_head))
+                        turned.fill(values, j, gV, own, key, kv_head)
+                    if j > 0:
+                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at))
+            else:
+                warpgroup.claim_registers(claim)
+                turn.begin(me)
+                mine = row + EACH * me + O.rows * warpgroup.rank()
+                stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+                at = stands._replace(kept=variant.keep(stands))
+                every = tiling.key_blocks(row, at)
+                told = Units(gQUnit, gKUnit, gVUnit, int32(batch), int32(kv_head))
+                unit = units.of_queries(told, own.query + row + EACH * me, head, qk_unit)
+                scale = scale if MEASURES or BY_BLOCK else scale * unit
+                lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
+                of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, lift, slack, told)
+                key = tiling.key(every, 0, at)
+                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
+                s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
+                k.release(0)
+                s = tiling.mask(scored(s, key, tile, of), at, key)
+                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), tile, of)
+                p, seen = zipped(p), units.summed(seen, p, tile)
+                cut = int32(max(1, every.cut))
+                for j in range(int32(1), cut):
+                    p, seen, ahead = cut_step(j, p, seen, ahead, k, values, me, of)
+                for j in range(cut, every.n):
+                    p, seen, ahead = step(j, p, seen, ahead, k, values, me, of)
+                q.release(0)
+                o = gained(seen.o, seen.lag, p, values.turned.wait(every.n - 1))
+                values.turned.release(every.n - 1)
+                o = o * units.of_output(told, v_unit)
+                o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
+                output.store(gO, o, of.queries, own, row + EACH * me, head)
+                output.store_sums(gLse, lse, own, row + EACH * me, head)
+
+    return attend_fp8, smem

@@ -1,0 +1,151 @@
+"""Do a mask and a score in Python read arrays where these have elements? A kernel reads 0 elsewhere, or what lies there.
+
+What forms alone say is refused for every call: `docs[i]`, where docs is shorter than the queries. What takes the numbers in
+the arrays, `learned[h, buckets[j - i + S]]`, is asked where numbers are looked at (tiles/checks.py says where): for all keys
+that a query sees, and of a score for those that the mask lets it see, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiles.arrays import Operand
+from tiles.checks import asked, read
+from tiles.program import Step
+from tiles.schema import Problem
+
+from .block_masks import FIELDS
+from .python_functions import reads
+from .symbolic import below, traced
+
+AT_ONCE = 2**20  # scores that a function is asked for
+COUNTS = "cu_seqlens", "cu_seqlens_k", "cu_seqlens_new", "lengths", "lengths_k", "leftpad"  # that say which keys there are
+
+
+class Asking(NamedTuple):
+    """A mask and a score, which read aux, and what else says which keys a query sees. most_keys: those of a sequence."""
+
+    mask: Callable | None
+    score: Callable | None
+    aux: Sequence[Operand]
+    causal: bool
+    left: int | None
+    right: int | None
+    most_keys: int
+
+
+def indexed(problem: Problem, asking: Asking, listed: bool = False) -> list[Step]:
+    """The step that looks at the indices, where numbers are looked at. listed: have the blocks of keys been listed before, of
+    which nobody says here which they are? ValueError: an array is too short for all that a call has."""
+    if not asking.aux:
+        return []
+    (queries, batch, heads), blocks = problem("SNH"), listed or FIELDS[0] in problem
+    if queries > 0 and batch > 0 and heads > 0 and asking.most_keys > 0:
+        known = {"b": batch, "h": heads}
+        whole = known | ({} if blocks or "cu_seqlens" in problem else {"i": queries})
+        whole |= {} if blocks or any([name in problem for name in COUNTS]) else {"j": asking.most_keys}
+        _check_forms(asking, asking.mask, whole, scored=False)
+        _check_forms(asking, asking.score, known if asking.mask else whole, scored=True)
+    return [Indices(problem, asking)] if not blocks and (problem.device is None or asked().values) else []
+
+
+def _check_forms(asking: Asking, function: Callable | None, most: dict[str, int], scored: bool) -> None:
+    """ValueError: an axis that is indexed by b, h, i or j itself has fewer elements than there are of these."""
+    if function is None:
+        return
+    try:
+        found = traced(function, [len(x.form.shape) for x in asking.aux], scored)
+    except TypeError:  # it cannot be read as terms
+        return
+    for element in [x for x in below(found.term) if x.does == "element"]:
+        array, *index = element.of
+        shape = asking.aux[int(array.does.removeprefix("aux"))].form.shape
+        for axis, place in enumerate(index):
+            said = getattr(place, "does", None)
+            if said in most and shape[axis] < most[said]:
+                name, option = array.does, "score" if scored else "mask"
+                must = f"must have {most[said]} elements or more along axis {axis}, which {option} indexes by {said}"
+                raise ValueError(f"{name}: {must}: {name}.shape={shape}")
+
+
+class Indices(NamedTuple):
+    """A step that asks the functions for all their places, and launches nothing."""
+
+    problem: Problem
+    asking: Asking
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """At these addresses. ValueError that names the array, the index and the extent, and where the function read there."""
+        names = [name for name in COUNTS if name in self.problem]
+        found = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
+        arrays = [read(addresses[x.source], x.form, stream) for x in self.asking.aux]
+        if any([x is None for x in (*found.values(), *arrays)]):  # a CUDA graph is being captured
+            return
+        mask, score, _, causal, left, right, _ = self.asking
+        right = 0 if causal else right
+        by_head = (mask and reads(mask, 1)) or (score and reads(score, 2))
+        heads = self.problem("H")[0] if by_head else 1
+        for b, queries, first, keys in self._sequences(found):
+            rows = max(1, AT_ONCE // max(keys, 1))
+            for h, row in ((h, row) for h in range(heads) for row in range(0, queries if keys > first else 0, rows)):
+                i, j = np.arange(row, min(row + rows, queries))[:, None], np.arange(first, keys)[None]
+                place, seen = i + keys - queries, np.ones((len(i), j.size), bool)
+                if left is not None:
+                    seen &= j >= place - left
+                if right is not None:
+                    seen &= j <= place + right
+                with np.errstate(all="ignore"):
+                    for option, function in ("mask", mask), ("score", score):
+                        if function is None:
+                            continue
+                        given = [Supervised(f"aux{n}", x, option, seen, (b, h, row, first)) for n, x in enumerate(arrays)]
+                        scores = [np.zeros(seen.shape, np.float32)] if function is score else []
+                        made = function(*scores, b, h, i, j, *given)
+                        seen = seen & made if function is mask else seen
+
+    def _sequences(self, found: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:
+        """(number, queries, first key, end of keys) of each."""
+        tokens, count = self.problem("SN")
+        ends, keys = found.get("cu_seqlens"), np.full(count, self.asking.most_keys)
+        queries = np.full(count, tokens) if ends is None else np.diff(ends)
+        if "lengths" in found:
+            keys = found["lengths"].astype(np.int64)
+            new_ends = found.get("cu_seqlens_new", ends)
+            if "k_new" in self.problem:
+                keys += self.problem("s")[0] if new_ends is None else np.diff(new_ends)
+        elif ends is not None and "C" not in self.problem.extents:  # of caches, nothing lies one behind the other
+            keys = np.diff(found.get("cu_seqlens_k", ends))
+        if "lengths_k" in found:
+            keys = np.minimum(keys, found["lengths_k"])
+        first = found.get("leftpad", np.zeros(count, np.int64))
+        return ((n, int(queries[n]), int(first[n]), int(keys[n])) for n in range(count))
+
+
+class Supervised:
+    """An array that a function reads, and must not read outside for keys that are seen, (queries, keys)."""
+
+    def __init__(self, name: str, array: np.ndarray, option: str, seen: np.ndarray, first: tuple[int, int, int, int]):
+        self.name, self.option, self.seen, self.first = name, option, seen, first
+        self.shape, self.ndim = array.shape, array.ndim
+        self.array = array if array.dtype.kind in "biu" else array.astype(np.float32)
+
+    def __getitem__(self, index: Any) -> Any:
+        index = index if isinstance(index, tuple) else (index,)
+        inside: Any = np.True_
+        for axis, (at, size) in enumerate(zip(index, self.shape, strict=True)):
+            at = np.trunc(at)
+            fits = (at >= 0) & (at < size)
+            wrong = np.argwhere(self.seen & ~fits)
+            if len(wrong):
+                b, h, row, key = self.first
+                here = np.broadcast_to(at, self.seen.shape)[tuple(wrong[0])]
+                where = f"{self.option} reads it at b={b}, h={h}, i={row + wrong[0][0]}, j={key + wrong[0][1]}"
+                said = f"index {here:.0f} is out of range for axis {axis} of an array of shape {self.shape}"
+                raise ValueError(f"{self.name}: {said}: {where}")
+            inside = inside & fits
+        if not self.array.size:
+            return np.zeros(np.shape(inside), self.array.dtype)
+        places = [np.where(inside, np.trunc(at), 0).astype(np.int64) for at in index]
+        return np.where(inside, self.array[tuple(places)], self.array.dtype.type(0))

@@ -1,0 +1,149 @@
+"""Lists of key blocks: which ones a mask in Python lets a tile of queries see, found by asking it for every query and key.
+
+Two kernels make them. `Survey` asks, a warp a block of keys, and notes a class: 0 where no query of the tile sees a key of the
+block, 2 where all see all, else 1. `Compaction` goes through a tile's classes and writes its list, a row of integers: how many
+blocks there are; how many of them must be masked; the numbers of those, and from the end of the row on backwards the numbers of
+the others, both from the last block on. Of a tile that sees nothing it names the block behind the last key.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+from numpy import int32
+
+from ops import divmod, finish_sum, lane_sum, ones, tile_sum, zeros
+from tiles import fp32, inlined, rt, static
+from tiles.arguments import INT, Record, record
+from tiles.layout import LANES
+
+from .tiling import Blocks, Tiling
+from .variants import At, Variant, arrays_of
+
+WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; what a tile's rows are a multiple of
+AT_ONCE = 2 * ROWS  # rows that it asks for at once, where that divides a tile: what a mask reads for keys is read once for them
+HEAD = 2  # integers of a list before the blocks
+LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A")
+
+
+@static
+class Listed(Tiling):
+    """Tiles whose key blocks a list says: given.lists, by batch, head and block of queries."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {"lists": LISTS}
+
+    @property
+    def ends_within(self) -> bool:
+        """See Tiling. Some lists name a block behind the last key."""
+        return False
+
+    @inlined
+    def key_blocks(self, row, at):
+        tile = row // self.rows
+        n, cut = at.given.lists[at.batch, at.head, tile, 0], at.given.lists[at.batch, at.head, tile, 1]
+        return Blocks(int32(0), int32(n), int32(0), int32(cut))
+
+    @inlined
+    def key(self, blocks, i, at):
+        i = min(i, blocks.n - 1)  # kernels ask ahead
+        place = HEAD + i if i < blocks.cut else at.given.lists.shape[3] - 1 - i + blocks.cut
+        return int32(at.given.lists[at.batch, at.head, at.row // self.rows, place] * self.kv)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Which classes blocks of keys have: of a variant, tiles of `rows` queries and blocks of `kv` keys. axes: how many each
+    array has that the variant's functions read."""
+
+    variant: Variant
+    rows: int
+    kv: int
+    axes: tuple[int, ...] = ()
+    threads = LANES * WARPS
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, and where classes go: by batch, head, tile and block."""
+        return record(classes=CLASSES, **self.variant.given)
+
+    @property
+    def aux(self) -> Record:
+        """The arrays that the variant's functions read."""
+        return arrays_of(self.axes)
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Survey"):
+        """(kernel, shared memory) of a configuration."""
+        TILE, KV, EACH = config.rows, config.kv, ROWS if config.rows % AT_ONCE else AT_ONCE
+        S = rt(EACH, KV, fp32)
+        GIVEN, AUX, variant = config.given, config.aux, config.variant
+        tiling = Tiling(TILE, KV, variant)
+
+        @cuda.jit
+        def survey(given: GIVEN, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
+            """The classes of a few blocks of keys, for one of the `blocks` tiles of queries of a head; `groups` thread blocks
+            have all."""
+            rest, group = divmod(cuda.blockIdx.x, groups)
+            pair, tile = divmod(rest, blocks)
+            batch, head = divmod(pair, heads)
+            at = At(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, given, aux, 0)
+            every = tiling.key_blocks(TILE * tile, at)
+            block = WARPS * group + cuda.threadIdx.x // 32
+            if block < every.n:
+                seen, key = lane_sum(zeros(S)), int32((every.first + block) * KV)
+                for band in range(0, TILE, EACH):
+                    seen = seen + lane_sum(variant.mask(ones(S), at._replace(row=int32(TILE * tile + band)), key, 0.0))
+                count = tile_sum(finish_sum(seen))
+                all_of_it = count == TILE * KV and key + KV <= kv_len
+                at.given.classes[batch, head, tile, every.first + block] = 0 if count == 0.0 else 2 if all_of_it else 1
+
+        return survey, None
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """Lists from classes, for the same variant, tiles and blocks."""
+
+    variant: Variant
+    rows: int
+    kv: int
+    threads = LANES
+
+    @property
+    def given(self) -> Record:
+        """What the kernel is told of the variant, and where classes and lists are."""
+        return record(classes=CLASSES, lists=LISTS, **self.variant.given)
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Compaction"):
+        """(kernel, shared memory) of a configuration."""
+        TILE, KV, GIVEN, tiling = config.rows, config.kv, config.given, Tiling(config.rows, config.kv, config.variant)
+
+        @cuda.jit
+        def compaction(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
+            """The list of one of the `blocks` tiles of queries of a head."""
+            pair, tile = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(pair, heads)
+            at = At(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, given, 0, 0)
+            every = tiling.key_blocks(TILE * tile, at)
+            some, whole = int32(0), int32(0)
+            for i in range(every.n):
+                number = int32(every.first + every.n - 1 - i)
+                found = at.given.classes[batch, head, tile, number]
+                if found > 0:
+                    place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
+                    at.given.lists[batch, head, tile, place] = number
+                some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
+            if some + whole == 0:
+                at.given.lists[batch, head, tile, HEAD] = (kv_len + KV - 1) // KV
+                some = int32(1)
+            at.given.lists[batch, head, tile, 0] = some + whole
+            at.given.lists[batch, head, tile, 1] = some
+
+        return compaction, None

@@ -1,0 +1,89 @@
+"""attention.forward of parts of queries whose keys and values lie in two places: a rank's own, and what came from others, which
+nobody puts together (key_sources.Apart). The others' may still be on their way: then a thread block waits, before it reads a
+block of keys, until that has come (key_sources.Arriving); blocks are read from the last to the first. For attention.parallel,
+on Hopper. The bits are those of forward, as blocks of keys are the same, in the same order."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tiles.device import hopper, machine
+from tiles.program import Plan, program
+from tiles.schema import Problem, Schema
+
+from ..families import needs_hopper
+from .assembled import assembled
+from .gradient import ONCE
+from .key_sources import BLOCK, Apart, Arriving
+from .launches import config_of, launch, sequences_of
+from .planning import check_extents, scale_of
+
+ARRAYS = """
+    q          BSHD  tile
+    k          BTGD  tile
+    v          BTGV  tile
+    lengths_k  BZ    index
+    own_k      BAGD  tile
+    own_v      BAGV  tile
+"""
+COMING = """\
+    arrived    O     index
+    awaits     y     index
+"""
+RESULTS = """\
+    out        BSHV  tile     made
+    lse        BHS   float32  made
+"""
+APART, ARRIVING = Schema("forward_apart", ARRAYS + RESULTS), Schema("forward_arriving", ARRAYS + COMING + RESULTS)
+
+
+class Seen(NamedTuple):
+    """What calls are told. keys: how many there are. first, end, second, second_end: the two spans of them, from .. to, of
+    which own_k and own_v have the rows, one span behind the other; k and v have those of all others. Spans begin and end at
+    multiples of key_sources.BLOCK, or where keys end. causal, scale: as forward's."""
+
+    keys: int
+    first: int
+    end: int
+    second: int
+    second_end: int
+    causal: bool = False
+    scale: float | None = None
+
+
+def apart(q: Any, k: Any, v: Any, lengths_k: Any, own_k: Any, own_v: Any, seen: Seen) -> tuple[Any, Any]:
+    """(out, lse) of forward of parts of queries, (B, parts) of lengths_k, beside all these keys."""
+    return _apart(None, (q, k, v, lengths_k, own_k, own_v, None, None), seen, "bshd")
+
+
+def arriving(
+    q: Any, k: Any, v: Any, lengths_k: Any, own_k: Any, own_v: Any, arrived: Any, awaits: Any, seen: Seen
+) -> tuple[Any, Any]:
+    """The same while k and v are copied to. arrived: (1) of int32, how many copies are done; it grows meanwhile. awaits:
+    (blocks + 1) of int32, how many of them must be before each block of key_sources.BLOCK keys is here, and how many there
+    are."""
+    return _arriving(None, (q, k, v, lengths_k, own_k, own_v, arrived, awaits, None, None), seen, "bshd")
+
+
+def serves(device: Any, head_dim: int, value_dim: int) -> bool:
+    """Are these functions for a device of torch's, and heads of which blocks of keys are parts of key_sources.BLOCK?"""
+    return hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
+
+
+@program(APART, no_gradient=ONCE)
+def _apart(
+    problem: Problem, keys: int, first: int, end: int, second: int, second_end: int, causal: bool, scale: float | None
+) -> Plan:
+    """How calls of this form are done."""
+    needs_hopper(problem)
+    check_extents(problem)
+    made, (lie, where) = assembled(scale_of(problem, scale), causal), sequences_of(problem)
+    config = config_of(problem, made, True, keys, lie=lie, axes=(), by_list=False)
+    held = Arriving if "arrived" in problem else Apart
+    config = replace(config, held=held(config.key, config.value))
+    given = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
+    given |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
+    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gO": problem["out"], "gLse": problem["lse"]}
+    return Plan([launch(problem, made, config, keys, **arrays, **where, **made.numbers, **given)])
+
+
+_arriving = program(ARRIVING, no_gradient=ONCE)(_apart.planner)

@@ -1,0 +1,137 @@
+"""The derivatives of a score in Python, as another function in Python.
+
+    def bent(s, b, h, i, j, caps):                  # lambda s, b, h, i, j, caps: caps[h] * tanh(s / caps[h])
+        t0 = caps[h]
+        t1 = s / t0
+        t2 = tanh(t1)
+        ...
+        return (t3, t6,)                            # the score, and its derivative by s
+
+The function is run once, on terms that note what is done to them; the chain rule goes back through these, and what it finds is
+written down as a function of the same arguments, for kernels to call where they call a score. A derivative by s that is 1, as
+that of everything that adds to s, is known to be. So are the elements of arrays that a score reads, their indices and its
+derivatives by them (`Read`): what is needed for the arrays' own gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ops import exp, sigmoid, tanh, where
+
+from .symbolic import Array, Term, below, traced, written
+
+LN_2 = math.log(2)
+CUBIC, SLOPE = 0.044715, math.sqrt(2 / math.pi)  # of gelu_tanh
+
+
+# ---- the chain rule --------------------------------------------------------------------------------------------------
+def _plus(x: Any, y: Any) -> Any:
+    return y if _is(x, 0) else x if _is(y, 0) else x + y
+
+
+def _times(x: Any, y: Any) -> Any:
+    if _is(x, 0) or _is(y, 0):
+        return 0.0
+    return y if _is(x, 1) else x if _is(y, 1) else x * y
+
+
+def _is(x: Any, value: float) -> bool:
+    return not isinstance(x, Term) and x == value
+
+
+def _gelu(g, y, x):
+    normal = where(x == 0.0, 0.5, y / x)  # the share of a normal distribution that is below x
+    return (g * (normal + x * exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))),)
+
+
+def _gelu_tanh(g, y, x):
+    t = tanh(SLOPE * (x + CUBIC * x * x * x))
+    return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * (SLOPE + 3 * SLOPE * CUBIC * x * x)),)
+
+
+BACK: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g by y: those by x, ..
+    "add": lambda g, y, a, b: (g, g),
+    "sub": lambda g, y, a, b: (g, _times(-1.0, g)),
+    "mul": lambda g, y, a, b: (_times(g, b), _times(g, a)),
+    "product": lambda g, y, a, b: (_times(g, b), _times(g, a)),
+    "truediv": lambda g, y, a, b: (g / b, _times(-1.0, g) * y / b),
+    "floordiv": lambda g, y, a, b: (0.0, 0.0),
+    "mod": lambda g, y, a, b: (g, _times(-1.0, g) * (a // b)),
+    "neg": lambda g, y, x: (_times(-1.0, g),),
+    "where": lambda g, y, mask, a, b: (0.0, where(mask, g, 0.0), where(mask, 0.0, g)),
+    "maximum": lambda g, y, a, b: (where(a >= b, g, 0.0), where(a >= b, 0.0, g)),
+    "minimum": lambda g, y, a, b: (where(a <= b, g, 0.0), where(a <= b, 0.0, g)),
+    "fma": lambda g, y, a, b, c: (_times(g, b), _times(g, a), g),
+    "exp2": lambda g, y, x: (_times(g, LN_2 * y),),
+    "exp": lambda g, y, x: (_times(g, y),),
+    "log2": lambda g, y, x: (g / (LN_2 * x),),
+    "log": lambda g, y, x: (g / x,),
+    "abs": lambda g, y, x: (where(x > 0.0, g, where(x < 0.0, _times(-1.0, g), 0.0)),),
+    "relu": lambda g, y, x: (where(x > 0.0, g, 0.0),),
+    "sqrt": lambda g, y, x: (_times(g, 0.5) / y,),
+    "rsqrt": lambda g, y, x: (_times(g, -0.5 * y * y * y),),
+    "reciprocal": lambda g, y, x: (_times(g, -y * y),),
+    "tanh": lambda g, y, x: (_times(g, 1.0 - y * y),),
+    "sigmoid": lambda g, y, x: (_times(g, y * (1.0 - y)),),
+    "silu": lambda g, y, x: (_times(g, sigmoid(x) + y * (1.0 - sigmoid(x))),),
+    "softplus": lambda g, y, x: (_times(g, sigmoid(x)),),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+# ---- what follows ----------------------------------------------------------------------------------------------------
+class Read(NamedTuple):
+    """An element of the array-th array that a score reads. place(b, h, i, j, *aux) says which, counted from the first one in
+    the order of C; -1 where the index lies outside. by(s, b, h, i, j, *aux) is the score's derivative by it."""
+
+    array: int
+    place: Callable
+    by: Callable
+
+
+class Derivatives(NamedTuple):
+    """Of a score. bent(s, b, h, i, j, *aux): (the score, its derivative by s). even: is that derivative 1?"""
+
+    bent: Callable
+    even: bool
+    reads: tuple[Read, ...]
+
+
+def derivatives(score: Callable, axes: Sequence[int]) -> Derivatives:
+    """Of a score that reads arrays of so many axes. TypeError: it does what has no derivative here."""
+    try:
+        found = traced(score, axes, scored=True)
+        slopes = _back(found.term)
+        s, elements = found.arguments[0], [x for x in slopes if x.does == "element"]
+        slope, names = slopes.get(s, 0.0), found.names
+        if any([y is s for x in elements for y in below(*x.of)]):
+            raise TypeError("reads an array where s says")
+        number = {name: n - names.index("j") - 1 for n, name in enumerate(names)}
+        reads = [Read(number[x.of[0].does], written(names[1:], _place(*x.of)), written(names, slopes[x])) for x in elements]
+        return Derivatives(written(names, (found.term, slope)), _is(slope, 1), tuple(reads))
+    except TypeError as error:
+        raise TypeError(f"score: has no derivative: {score.__name__} {error}") from None
+
+
+def _place(array: Array, *index: Any) -> Term:
+    """Which element of an array an index says; -1 for none."""
+    flat: Any = Term("mul", 0, array.shape[0])
+    inside: Any = Term("le", 0, array.shape[0])
+    for extent, at in zip(array.shape, index):
+        flat, inside = flat * extent + at, inside & (at >= 0) & (at < extent)
+    return Term("where", inside, flat, -1.0)
+
+
+def _back(root: Any) -> dict[Term, Any]:
+    """The derivatives of a term by those that it was made of, and have any."""
+    slopes: dict[Term, Any] = {root: 1.0} if isinstance(root, Term) else {}
+    for y in reversed(below(root)):
+        if y in slopes and y.moves and y.does not in ("s", "element"):
+            for x, slope in zip(y.of, BACK[y.does](slopes[y], y, *y.of)):
+                if isinstance(x, Term) and x.moves:
+                    slopes[x] = _plus(slopes.get(x, 0.0), slope)
+    return slopes

@@ -1,0 +1,163 @@
+"""What a mask or a score in Python does, as terms; and functions written of terms.
+
+    found = traced(lambda s, b, h, i, j, caps: caps[h] * tanh(s / caps[h]), (1,), scored=True)
+    found.term                                  # mul(element(caps, h), tanh(truediv(s, element(caps, h))))
+    written(found.names, found.term.of[1])      # def written(s, b, h, i, j, aux0): t0 = aux0[h]; ...; return t2
+
+The function is run once, on terms that note what is done to them. score_derivative.py follows the chain rule through them,
+algebra.py looks for what is built in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import ops
+from tiles.op import Op
+
+LETTERS = str.maketrans(".-+", "___")  # what stands in numbers, and in names does not
+PLACES = "b", "h", "i", "j"
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "and_": "&", "or_": "|"}
+COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+SIGNS |= COMPARISONS
+FACES = {"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne"}  # as ops
+EVEN = *COMPARISONS, *FACES, "and_", "or_", "invert", "extent"  # which have no slope anywhere
+
+
+class Term:
+    """What a function does with its arguments: `does` to `of`, which are terms and numbers. number: terms are made of those
+    with lower ones. moves: has it a derivative, by the score or by an element of an array?"""
+
+    __array_ufunc__ = None  # NumPy's numbers leave `2 * term` to us
+    __hash__ = object.__hash__
+    numbers = itertools.count()
+
+    def __init__(self, does: str, *of: Any):
+        self.does, self.of, self.number = does, of, next(Term.numbers)
+        moving = does not in EVEN and any([x.moves for x in of if isinstance(x, Term)])
+        self.moves: bool = does in ("s", "element") or moving
+
+    def noted(self, operation: Op, args: tuple) -> Term:
+        """An op of it (see Op)."""
+        if getattr(ops, operation.name, None) is not operation.face and operation.name != "fp32":
+            raise TypeError(f"calls {operation.name}, of which nobody knows the derivative")
+        return args[0] if operation.name == "fp32" else Term(FACES.get(operation.name, operation.name), *args)
+
+    def __bool__(self):
+        raise TypeError("decides by a value that kernels alone know: choose with `where`, combine with & | ~")
+
+    def __neg__(self):
+        return Term("neg", self)
+
+    def __invert__(self):
+        return Term("invert", self)
+
+    def __abs__(self):
+        return Term("abs", self)
+
+
+for _name in SIGNS:
+    setattr(Term, f"__{_name.strip('_')}__", lambda self, other, does=_name: Term(does, self, other))
+    if _name not in COMPARISONS:
+        setattr(Term, f"__r{_name.strip('_')}__", lambda self, other, does=_name: Term(does, other, self))
+
+
+class Array(Term):
+    """An array of so many axes that the function reads."""
+
+    def __init__(self, name: str, axes: int):
+        super().__init__(name)
+        self.shape, self.ndim = tuple([Term("extent", self, axis) for axis in range(axes)]), axes
+        self.elements: dict[tuple, Term] = {}  # by the numbers of their indices
+
+    def __getitem__(self, index: Any) -> Term:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.ndim:
+            raise TypeError(f"reads an array of {self.ndim} axes by {len(index)} indices")
+        said = tuple([("term", x.number) if isinstance(x, Term) else x for x in index])
+        return self.elements.setdefault(said, Term("element", self, *index))
+
+    def __iter__(self):
+        raise TypeError("goes through the elements of an array")
+
+
+class Traced(NamedTuple):
+    """What a function gives, made of its arguments, which have these names."""
+
+    term: Any
+    arguments: tuple[Term, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Of its arguments."""
+        return [x.does for x in self.arguments]
+
+
+def traced(function: Callable, axes: Sequence[int], scored: bool) -> Traced:
+    """What a mask does, or a score, that reads arrays of so many axes. TypeError: it does what terms cannot note."""
+    arguments = (*map(Term, ("s", *PLACES) if scored else PLACES), *(Array(f"aux{n}", rank) for n, rank in enumerate(axes)))
+    try:
+        return Traced(function(*arguments), arguments)
+    except (AttributeError, IndexError) as error:
+        raise TypeError(str(error)) from None
+
+
+def below(*roots: Any) -> list[Term]:
+    """These and all that they are made of, in the order in which they were made."""
+    found: dict[int, Term] = {}
+    todo = [x for x in roots if isinstance(x, Term)]
+    while todo:
+        x = todo.pop()
+        if x.number not in found:
+            found[x.number] = x
+            todo += [y for y in x.of if isinstance(y, Term)]
+    return [found[number] for number in sorted(found)]
+
+
+def written(names: Sequence[str], result: Any) -> Callable:
+    """A function of arguments of these names that gives a term, or a tuple of terms."""
+    results = result if isinstance(result, tuple) else (result,)
+    space: dict[str, Any] = {"__name__": __name__}
+    said: dict[Any, str] = {}  # by term
+    lines: dict[str, str] = {}  # what is said by each name
+
+    def text(x: Any) -> str:
+        if isinstance(x, Term):
+            return said[x]
+        if type(x) in (bool, int) or (type(x) is float and math.isfinite(x)):
+            return repr(x)
+        if not isinstance(x, (float, np.number)):
+            raise TypeError(f"counts with {x!r}")
+        name = f"c_{type(x).__name__}_{x}".translate(LETTERS)
+        space[name] = x
+        return name
+
+    for x in below(*results):
+        if not x.of:
+            said[x] = x.does
+            continue
+        of = [text(y) for y in x.of]
+        if x.does in SIGNS:
+            line = f"{of[0]} {SIGNS[x.does]} {of[1]}"
+        elif x.does in ("neg", "invert"):
+            line = f"{'-' if x.does == 'neg' else '~'}{of[0]}"
+        elif x.does == "element":
+            line = f"{of[0]}[{', '.join(of[1:])}]"
+        elif x.does == "extent":
+            line = f"{of[0]}.shape[{of[1]}]"
+        else:
+            space[x.does] = getattr(ops, x.does)
+            line = f"{x.does}({', '.join(of)})"
+        said[x] = lines.setdefault(line, f"t{len(lines)}")
+    found = ", ".join(map(text, results))
+    found = f"({found},)" if isinstance(result, tuple) else found
+    body = [f"{name} = {line}" for line, name in lines.items()]
+    source = "\n    ".join([f"def written({', '.join(names)}):", *body, f"return {found}"]) + "\n"
+    exec(compile(source, "<written>", "exec"), space)
+    space["written"].__doc__ = source
+    return space["written"]

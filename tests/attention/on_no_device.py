@@ -1,0 +1,168 @@
+"""A GPU that is none: arrays that are said to lie on it, and a driver that notes what launches read."""
+
+import contextlib
+import ctypes
+import itertools
+import sys
+from types import SimpleNamespace
+
+from cuda.bindings import driver
+
+from tiles import arrays as in_memory
+from tiles import bound_launch, loaded_code, tma
+from tiles import device as devices
+from tiles import program as programs
+from tiles.arrays import ITEMSIZE, Array, Form, contiguous
+from tiles.compiler import Compiled
+from tiles.frameworks import KIND_OF, Kind
+from tiles.program import Recent
+
+launching = sys.modules["tiles.launch"]
+MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it
+
+
+class Lent:
+    """An array of a form, said to lie on a GPU; it answers what tensors do."""
+
+    is_nested = False
+
+    def __init__(self, pointer, form):
+        self.pointer, self.form = pointer, form
+
+    def data_ptr(self):
+        return self.pointer
+
+    def size(self, axis):
+        return self.form.shape[axis]
+
+    def stride(self, axis):
+        return self.form.strides[axis] // self.form.itemsize
+
+
+class OnDevice(Kind):
+    """What is made lies one behind the other. What is read of arrays are elements, as it is of tensors."""
+
+    def __init__(self):
+        self.made = []
+
+    def describe(self, x, name):
+        return Array(x.pointer, x.form, x, self)
+
+    def reader(self, needed):
+        def read(*arrays):
+            sort = [x and (x.form.dtype, x.form.device, x.form.readonly) for x in arrays]
+            lengths = [x and (x.form.shape, self.steps(x), x.form.past if x.pointer else -1) for x in arrays]
+            return tuple(sort), tuple(lengths), [x.pointer if x else 0 for x in arrays], None
+
+        return read
+
+    def steps(self, x):
+        return tuple(map(x.stride, range(len(x.form.shape))))
+
+    def alike(self, arrays, shapes, strides):
+        sorts = [x.form.dtype for x in arrays]
+
+        def same(wanted, found):
+            return len(wanted) == len(found) and all(n in (None, m) for n, m in zip(wanted, found))
+
+        def check(*others):
+            return [x.form.dtype for x in others] == sorts and all(
+                same(shape, x.form.shape) and same(steps, self.steps(x)) for x, shape, steps in zip(others, shapes, strides)
+            )
+
+        return check, bool, lambda device: 0
+
+    def maker(self, home, shape, dtype):
+        return lambda: self.made.append((shape, dtype)) or Lent(2**60 + len(self.made) * 2**50, None)
+
+    address = staticmethod(Lent.data_ptr)
+
+
+@contextlib.contextmanager
+def noting_driver(monkeypatch):
+    """A Hopper whose driver notes what launches read: `.launches`. `.call(program, arrays, options, layout)` gives what a call
+    did: what was made and launched, or the error."""
+    ok, kind = driver.CUresult.CUDA_SUCCESS, OnDevice()
+    target = SimpleNamespace(
+        ordinal=0, capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"
+    )
+    target.current = contextlib.nullcontext
+    launches, slots_of = [], {}
+    monkeypatch.setitem(KIND_OF, Lent, kind)
+    monkeypatch.setattr(programs, "KNOWN", Recent(programs.ENTRIES))
+    monkeypatch.setattr(programs, "FUNCTIONS", Recent(programs.KINDS))
+    for module in devices, launching, in_memory:
+        monkeypatch.setattr(module, "device", lambda ordinal: target)
+    monkeypatch.setattr(
+        loaded_code, "Loaded", lambda compiled, target: SimpleNamespace(allow=lambda n: 0, function=kind, target=target)
+    )
+    monkeypatch.setattr(loaded_code, "machine_code", lambda *_: Compiled(b"", "k", ""))
+    monkeypatch.setattr(loaded_code, "uncaptured", contextlib.nullcontext)
+    monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
+    launching._kernel_for.cache_clear()
+    monkeypatch.setattr(tma, "encoded", lambda encoding: hash(encoding).to_bytes(8, "little", signed=True).ljust(tma.MAP_BYTES))
+    monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
+    monkeypatch.setattr(
+        tma, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
+    )
+    real = bound_launch.Frame
+
+    def frame(frames, config):
+        new = real(frames, config)
+        slots_of[new.pointers] = frames
+        return new
+
+    def launch(config, function, address, extra):
+        frames = slots_of[address]
+        pointers = (ctypes.c_void_p * frames.slots).from_address(address)
+        sizes = [16 if slot in frames.maps else 8 for slot in range(frames.slots)]
+        slots = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes)]
+        launches.append((config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.sharedMemBytes, slots))
+        return (ok,)
+
+    def memset(pointer, pitch, bits, width, height, stream):
+        if len(launches) == 1000:  # 2 ** 31 tokens that lie apart would fill all memory with notes
+            raise OverflowError("too many pieces")
+        launches.append((pointer, pitch, bits, width, height))
+        return (ok,)
+
+    monkeypatch.setattr(bound_launch, "Frame", frame)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
+    monkeypatch.setattr(driver, "cuMemsetD2D16Async", memset)
+    monkeypatch.setattr(driver, "cuMemsetD2D32Async", memset)
+
+    def call(program, arrays, options, layout):
+        launches.clear(), kind.made.clear()
+        try:
+            program(None, arrays, options, layout)
+        except (TypeError, ValueError, OverflowError) as error:
+            return type(error), str(error)
+        return list(launches), list(kind.made)
+
+    yield SimpleNamespace(call=call, launches=launches)
+    launching._kernel_for.cache_clear()
+
+
+def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
+    """An array of a canonical shape in a larger one, in the caller's order of axes. past: a multiple of ALIGNMENT; None: an
+    element."""
+    size = ITEMSIZE[dtype]
+    outer = [n + gap * (axis > 0) for axis, (n, gap) in enumerate(zip(shape, gaps))]
+    if gaps[0] == 0:
+        outer[-1] = shape[-1]
+    strides = contiguous(tuple(map(max, outer, itertools.repeat(1))), size)
+    (_, order) = argument.orders(layout)[len(shape)]
+    back = [order.index(axis) for axis in range(len(order))] if order else range(len(shape))
+    past = size if past is None else past
+    form = Form(tuple(shape[axis] for axis in back), tuple(strides[axis] for axis in back), dtype, 0, size, past)
+    return Lent(pointer + past, form)
+
+
+def fresh(call, *given):
+    """What the call does where nothing is known."""
+    known, functions = programs.KNOWN, programs.FUNCTIONS
+    programs.KNOWN, programs.FUNCTIONS = Recent(8), Recent(8)
+    try:
+        return call(*given)
+    finally:
+        programs.KNOWN, programs.FUNCTIONS = known, functions

@@ -1,0 +1,106 @@
+"""softmax/remote_keys.py: keys that lie in two places, and are still coming to one, give the bits of keys that lie in one."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import attention
+from attention.softmax import hopper, remote_keys
+from attention.softmax.key_sources import Apart, Arriving
+from attention.softmax.remote_keys import Seen
+from tiles.interpreter import Hazard
+
+ROWS, PARTS = 256, 2
+OUTER = 0, 128, 384, 512
+
+
+def problem(keys, dim, value_dim=None, where="cpu"):
+    """(q, k, v, lengths_k, out and lse of forward) of queries in two parts, of which the first sees half of the keys."""
+    torch.manual_seed(keys + dim)
+    shapes = (PARTS * ROWS, 4, dim), (keys, 2, dim), (keys, 2, value_dim or dim)
+    q, k, v = (torch.randn(1, *shape, device=where).bfloat16() for shape in shapes)
+    lengths = torch.tensor([[keys // 2, keys]], dtype=torch.int32, device=where)
+    return q, k, v, lengths, attention.forward(q, k, v, lengths_k=lengths, causal=True, return_lse=True, family="sm_90")
+
+
+def split(x, spans):
+    """(rows of spans, all others) of keys or values; what is behind them in memory is NaN."""
+    first, end, second, second_end = spans
+    own = [x[:, first:end], x[:, second:second_end]]
+    others = [x[:, :first], x[:, end:second], x[:, second_end:]]
+    return [
+        torch.cat([*part, torch.full_like(x, torch.nan)], 1)[:, : sum([y.shape[1] for y in part])] for part in (own, others)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "dim", "value_dim", "spans"),
+    [
+        (512, 128, 128, (0, 128, 384, 512)),
+        (512, 64, 64, (128, 384, 512, 512)),
+        (500, 64, 128, (0, 128, 384, 500)),  # the last block is not a whole one
+        (500, 96, 96, (128, 384, 500, 500)),
+        (640, 16, 16, (128, 256, 384, 512)),
+        (512, 128, 64, (0, 0, 0, 128)),
+    ],
+)
+def test_own_keys_stay_where_they_are(keys, dim, value_dim, spans):
+    q, k, v, lengths, wanted = problem(keys, dim, value_dim)
+    (own_k, k), (own_v, v) = split(k, spans), split(v, spans)
+    found = remote_keys.apart(q, k, v, lengths, own_k, own_v, Seen(keys, *spans, True))
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted))
+
+
+def test_a_scale_and_no_mask():
+    q, k, v, lengths, _ = problem(512, 64)
+    wanted = attention.forward(q, k, v, lengths_k=lengths, scale=0.3, family="sm_90")
+    (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
+    assert torch.equal(remote_keys.apart(q, k, v, lengths, own_k, own_v, Seen(512, *OUTER, scale=0.3))[0], wanted)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_block_is_read_when_it_has_come(dim):
+    """One that has not is waited for, for ever here."""
+    q, k, v, lengths, wanted = problem(512, dim)
+    (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
+    awaits = torch.tensor([0, 2, 1, 0, 2], dtype=torch.int32)
+
+    def call(there):
+        return remote_keys.arriving(
+            q, k, v, lengths, own_k, own_v, torch.tensor([there]).int(), awaits, Seen(512, *OUTER, True)
+        )
+
+    assert all(torch.equal(x, y) for x, y in zip(call(2), wanted))
+    for there in (0, 1):
+        with pytest.raises(Hazard, match=f"which is to be {there + 1}"):
+            call(there)
+
+
+def test_what_is_not_awaited_is_not_waited_for():
+    """Even if others are still to come."""
+    q, k, v, lengths, wanted = problem(512, 64)
+    (own_k, k), (own_v, v) = split(k, OUTER), split(v, OUTER)
+    awaits, arrived = torch.tensor([0, 1, 1, 0, 2]).int(), torch.ones(1).int()
+    assert torch.equal(
+        remote_keys.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, Seen(512, *OUTER, True))[0], wanted[0]
+    )
+
+
+def test_they_are_shipped():
+    """So that they are compiled for Hopper without spills."""
+    for everything in (False, True):
+        kinds = [type(config.held) for config in hopper.space("sm_90a", everything)]
+        assert Apart in kinds and Arriving in kinds
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    spans = (0, 1024, 3072, 4096)
+    q, k, v, lengths, wanted = problem(4096, 128, where="cuda")
+    (own_k, k), (own_v, v) = split(k, spans), split(v, spans)
+    awaits, arrived = torch.ones(33, device="cuda").int(), torch.ones(1, device="cuda").int()
+    seen = Seen(4096, *spans, True)
+    assert torch.equal(remote_keys.apart(q, k, v, lengths, own_k, own_v, seen)[0], wanted[0])
+    assert torch.equal(remote_keys.arriving(q, k, v, lengths, own_k, own_v, arrived, awaits, seen)[0], wanted[0])

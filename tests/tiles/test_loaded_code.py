@@ -1,0 +1,109 @@
+"""tiles/loaded_code.py: machine code that is asked for together is made at once, and what a program prepares meanwhile."""
+
+import sys
+import threading
+
+import pytest
+from numba import cuda
+from stand_in import on_device
+
+from tiles import loaded_code
+from tiles.arguments import array
+from tiles.compiler import Compiled
+from tiles.program import Plan, program
+from tiles.schema import Schema
+
+launching = sys.modules["tiles.launch"]
+COPIES = Schema("copies", "x SD float32\n out SD float32 made")
+
+
+@cuda.jit
+def one(gX: array(2), gOut: array(2)):
+    """A kernel."""
+
+
+@cuda.jit
+def two(gX: array(2), gOut: array(2)):
+    """Another one."""
+
+
+def copying(*kernels, meanwhile=None):
+    """A program of these kernels, one behind the other."""
+
+    @program(COPIES, meanwhile=meanwhile)
+    def copies(problem) -> Plan:
+        bound = [launching.Kernel(x, 32, None, 0) for x in kernels]
+        return Plan([x.bind(1, gX=problem["x"], gOut=problem["out"]) for x in bound])
+
+    return copies
+
+
+def called(copies):
+    x, out = on_device(4, 8), on_device(4, 8)
+    return copies(None, (x, out), ())
+
+
+def test_kernels_of_a_plan_are_compiled_at_once(gpu, monkeypatch):
+    """Each waits for the other; the second call finds them."""
+    both, made = threading.Barrier(2, timeout=60), []
+
+    def machine_code(kernel, *_):
+        both.wait()
+        made.append(kernel)
+        return Compiled(b"", "k", "")
+
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
+    gpu.count = 18
+    called(copying(one, two))
+    assert sorted(x.py_func.__name__ for x in made) == ["one", "two"] and len(gpu.launches) == 2
+    called(copying(two, one))
+    assert len(made) == 2 and len(gpu.launches) == 4
+
+
+def test_what_cannot_be_compiled_is_said_and_tried_again(gpu, monkeypatch):
+    tries = []
+
+    def machine_code(kernel, *_):
+        tries.append(kernel)
+        if kernel is two and tries.count(two) == 1:
+            raise RuntimeError("two uses what is not there")
+        return Compiled(b"", "k", "")
+
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
+    copies, gpu.count = copying(one, two), 18
+    with pytest.raises(RuntimeError, match="two uses what is not there"):
+        called(copies)
+    assert not gpu.launches
+    called(copies)
+    assert (tries.count(one), tries.count(two), len(gpu.launches)) == (1, 2, 2)
+
+
+def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
+    """The second program's kernel is being made when the first one is launched, and is made once, whoever asks first."""
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    def machine_code(kernel, *_):
+        if kernel is two:
+            begun.set()
+            assert go_on.wait(60)
+        else:
+            assert begun.wait(60)
+        made.append(kernel)
+        return Compiled(b"", "k", "")
+
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
+    second, gpu.count = copying(two), 18
+    heard = []
+
+    def meanwhile(arrays, options, layout):
+        heard.append((arrays[0].shape, options, layout))
+        second.prepare({"x": arrays[0].form}, options, layout)
+        raise ValueError("of which nobody hears")
+
+    called(copying(one, meanwhile=meanwhile))
+    assert made == [one] and len(gpu.launches) == 1
+    threading.Timer(0.05, go_on.set).start()
+    called(second)
+    assert made == [one, two] and len(gpu.launches) == 2 and heard == [((4, 8), (), "bshd")]
+    called(copying(one, meanwhile=meanwhile))
+    assert len(heard) == 1, "all was there"

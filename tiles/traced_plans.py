@@ -1,0 +1,65 @@
+"""Plans as functions of lengths (lengths.py): what a program keeps of them, and which lengths change from call to call.
+
+Most of what such a function is given is the same in every call: generation adds a key with each token, while the heads,
+columns, strides and batch of its caches stay. So once calls were seen to differ in a few variables only, the function is
+narrowed to these. That leaves a fifth of its lines, and they become part of a function that has torch compare everything else
+at once (guarded_calls.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import guarded_calls
+from .lengths import Trace
+
+if TYPE_CHECKING:
+    from .program import Known
+
+MOST, TRIES = 12, 4  # the most variables that a function is narrowed to; how often it is narrowed anew, to more of them
+
+
+class Variable(NamedTuple):
+    """A variable of the function: its name, the place of its array, and what it says of that array: an extent (part 0) or a
+    stride (1) of an axis, or how far the address lies past a multiple of ALIGNMENT (2)."""
+
+    name: str
+    place: int
+    part: int
+    axis: int = 0
+
+    def of(self, lengths: Sequence[Any]) -> int:
+        """Its value in a call, from what Program._read read of the arrays."""
+        found = lengths[self.place][self.part]
+        return found if self.part == guarded_calls.PAST else found[self.axis]
+
+
+class TracedPlan:
+    """A plan as a function of lengths. It holds for calls in which the planner would take the same turns.
+
+    last: what was read of the last call that it served. free: the variables in which its calls were seen to differ. call: the
+    guarded function for calls that differ in these alone (guarded_calls.py), or None. tries: how often `call` may still be
+    replaced by a function of more variables."""
+
+    def __init__(self, trace: Trace, pattern: str, variables: Sequence[Variable], plan: Known):
+        self.trace, self.plan, self.variables = trace, plan, variables
+        self.function: Callable[[Any], Known | None] = trace.function(pattern, plan)
+        self.last: Any = None
+        self.free: list[Variable] = []
+        self.call: Callable[..., Any] | None = None
+        self.tries = TRIES
+
+    def grow(self, names: Sequence[str], known: Known, arrays: Sequence[Any], lengths: Sequence[Any]) -> Callable | None:
+        """The guarded function for calls that differ from this one as this one differs from those before; None if there is
+        none. known: what is known of this call."""
+        last, self.last = self.last, lengths
+        if last is None or self.tries == 0:
+            return self.call
+        self.tries -= 1
+        self.free = [one for one in self.variables if one in self.free or one.of(last) != one.of(lengths)]
+        if not self.free or len(self.free) > MOST or guarded_calls.PAST in [one.part for one in self.free]:
+            return self.call
+        fixed = {one.name: one.of(lengths) for one in self.variables if one not in self.free}
+        plan = self.trace.narrowed([one.name for one in self.free], fixed, self.plan)
+        self.call = plan and guarded_calls.guarded(names, known, arrays, lengths, [one[1:] for one in self.free], plan)
+        return self.call
