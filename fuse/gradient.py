@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiles.torch_op import compiling, exporting
+from tiles.torch_op import compiling, exporting, mapped_with_grad, transformed
 
 from . import graph
 from .candidates import candidates
@@ -31,16 +31,20 @@ ROWS = 16, 64, 4096  # for which it is decided whether kernels or parts serve
 def wants_gradient(arrays: Sequence[Any]) -> bool:
     """Is one of them a tensor of torch's that requires grad, while grad mode is on?"""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled() or not any([getattr(x, "requires_grad", False) for x in arrays]):
+    if torch is None or not torch.is_grad_enabled():
         return False
-    return not exporting()  # then it is the op's to refuse it
+    if any([getattr(x, "requires_grad", False) for x in arrays]):
+        return not exporting()  # then it is the op's to refuse it
+    return mapped_with_grad(arrays)
 
 
 def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
     """function.run(*arrays), and its gradient. Where torch.compile traces the call and kernels do not give all that is asked
-    for, it is given the parts, of which it makes its own kernels, forward and backward."""
+    for, it is given the parts, of which it makes its own kernels, forward and backward. So are torch.func's transforms."""
     from .autograd import OfFused
 
+    if transformed():
+        return function._by_parts(*arrays)
     if compiling() and not function.gradients.all_by_kernels(arrays, [getattr(x, "requires_grad", False) for x in arrays]):
         return function._by_parts(*arrays)
     return OfFused.apply(function, *arrays)

@@ -170,7 +170,8 @@ def parameters(kernel, args) -> list[Parameter]:
     function, found = kernel.py_func, []
     names = _names(function)
     if len(args) != len(names):
-        raise TypeError(f"{function.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
+        rest = ", and a launch fills in no defaults" if function.__defaults__ and len(args) < len(names) else ""
+        raise TypeError(f"{function.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}{rest}")
     for name, value in zip(names, args):
         what = function.__annotations__.get(name)
         said, values = _parts(name, what), value if isinstance(what, Record) else (value,)

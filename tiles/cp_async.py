@@ -9,7 +9,7 @@ from numba.cuda import types
 
 from . import layout, ptx
 from .builder import i32, i64
-from .numba_types import SCALARS
+from .numba_types import CAPTURED, SCALARS
 from .op import integer
 from .types import gl, sv
 
@@ -27,6 +27,8 @@ def rows_of(tile):
 
 def check_copy(name, tile, source, at, rows, cols, piece):
     """TypeError if cp.async cannot fill a shared tile with this part of a global array."""
+    if isinstance(source, types.Array) and not source.mutable:
+        raise TypeError(f"{name}: {CAPTURED}")
     if not isinstance(source, types.Array) or SCALARS.get(source.dtype) is not tile.dtype:
         cut = "; pass the launch the array itself, not a tensor of it: cp.async is no TMA" if isinstance(source, gl) else ""
         raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}{cut}")

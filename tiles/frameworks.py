@@ -129,6 +129,9 @@ class Torch(Kind):
         if x.requires_grad and self.torch.is_grad_enabled():
             raise NotImplementedError(no_backward(name))
         refuse_tangent(x, name)
+        if x.is_nested:
+            how = f"pass one that is packed, {name}.values()[None], and cu_seqlens={name}.offsets()"
+            raise TypeError(f"{name}: is a NestedTensor, which no kernel reads; {how}")
         try:
             pointer, (dtype, size, ordinal) = x.data_ptr(), _torch_words(x.dtype, x.device)
             strides = tuple([size * stride for stride in x.stride()])

@@ -36,6 +36,7 @@ class Byte(types.Type):
 register_model(Byte)(lambda manager, ty: core_models.PrimitiveModel(manager, ty, ir.IntType(8)))
 SCALARS = {types.float32: fp32, types.float16: fp16, types.bfloat16: bf16}
 SCALARS |= {Byte(str(d)): d for d in (fp8e4m3, fp8e5m2)}
+CAPTURED = "this array is no argument of the kernel, which Numba has copied into it: pass it to the launch"  # if immutable
 
 
 class Value(types.Type):

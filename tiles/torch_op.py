@@ -66,6 +66,30 @@ def exporting() -> bool:
     return sys.modules["torch"].compiler.is_exporting()
 
 
+def transformed() -> bool:
+    """Is one of torch.func's transforms at work, outside of what Dynamo traces?"""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.compiler.is_dynamo_compiling():  # which takes a third of what is_compiling takes
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
+
+
+def mapped_with_grad(arrays: Sequence[Any]) -> bool:
+    """Are gradients to come of a tensor whose elements torch.vmap goes through? What stands for these denies it."""
+    if not transformed():
+        return False
+    torch = sys.modules["torch"]
+    if not torch.is_grad_enabled():
+        return False
+    functorch = torch._C._functorch
+    found = [x for x in arrays if isinstance(x, torch.Tensor)]
+    while mapped := [functorch.get_unwrapped(x) for x in found if functorch.is_batchedtensor(x)]:
+        found = mapped
+        if any([x.requires_grad for x in found]):
+            return True
+    return False
+
+
 def asks_dynamo() -> Callable[[], bool]:
     """The same as a function of torch's own, if it is there already: 0.2 us less."""
     torch = sys.modules.get("torch")

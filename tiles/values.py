@@ -184,7 +184,7 @@ def spec_of(value, fixed=False):
         kinds = [numba.int64 if hasattr(v, "__index__") else numba_type(spec_of(v)) for v in value]
         return _indices(len(kinds)) if kinds.count(numba.int64) == len(kinds) else numba.BaseTuple.from_types(kinds)
     if isinstance(value, np.ndarray):
-        return _array(value.dtype, value.ndim)
+        return _array(value.dtype, value.ndim, getattr(value, "captured", False))
     if isinstance(value, (rt, rv, st, sv)):
         return Name(value)
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
@@ -198,8 +198,8 @@ def _indices(count):
 
 
 @functools.cache
-def _array(dtype, axes):
-    return numba.Array(NUMBA_SCALARS.get(dtype) or from_dtype(dtype), axes, "A")
+def _array(dtype, axes, captured):
+    return numba.Array(NUMBA_SCALARS.get(dtype) or from_dtype(dtype), axes, "A", readonly=captured)
 
 
 OF_A_TYPE = {Tile, Pending, SharedTile, tensor}

@@ -8,7 +8,7 @@ from tiles.arrays import Number
 from tiles.jax_call import tracing
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
-from tiles.torch_op import traced
+from tiles.torch_op import mapped_with_grad, traced
 
 from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
@@ -209,7 +209,11 @@ def forward(
     if simple and stream is lse is None and accumulate is False:  # what most calls are: each line costs them
         if not differentiated(q, k, v):
             if out is None or getattr(out, "itemsize", 0) == ROUNDED:
-                return _forward(None, (q, k, v, out, None), (flag("causal", causal), *common), layout)
+                try:
+                    return _forward(None, (q, k, v, out, None), (flag("causal", causal), *common), layout)
+                except NotImplementedError:  # the tensors beneath those of torch.vmap may require grad
+                    if not mapped_with_grad((q, k, v)):
+                        raise
         elif out is None:
             few = flag("causal", causal), common[0], deterministic, family, layout
             made = _autograd().plain(q, k, v, few, common[1])
@@ -230,7 +234,7 @@ def forward(
         raise NotImplementedError(
             "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
         )
-    if differentiated(*learned) and not isinstance(blocks, Making):
+    if (differentiated(*learned) or mapped_with_grad(learned)) and not isinstance(blocks, Making):
         adds = True if flag("accumulate", accumulate) else None
         if not (out is lse is stream is adds is None):
             wanted = {"out": out, "lse": lse, "stream": stream, "accumulate": adds}

@@ -12,7 +12,7 @@ from numba.cuda import types
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
 from tiles.interpreter import here
-from tiles.numba_types import SCALARS
+from tiles.numba_types import CAPTURED, SCALARS
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv
 
@@ -43,6 +43,8 @@ def window(array, spec, at, rows, cols):
 
 def check(name, array, spec, at, rows, cols):
     """TypeError if a tile or vector of this type does not go to or from `at` of a global array."""
+    if not array.mutable:
+        raise TypeError(f"{name}: {CAPTURED}")
     if array.dtype not in SCALARS:
         cure = "; convert it on the host: x.astype(np.float32)" if isinstance(array.dtype, types.Number) else ""
         raise TypeError(f"{name}: the array must hold {', '.join(map(str, SCALARS.values()))}, got {array}{cure}")

@@ -38,6 +38,22 @@ def test_vmap_is_one_call():
     assert folded.shape == shared.shape == (2, TOKENS, 1, HEAD)
 
 
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 1)])
+@pytest.mark.parametrize("options", [{}, {"window": (3, 3)}, {"return_lse": True}], ids=str)
+def test_gradients_through_vmap(in_dims, options):
+    """Of tensors that require grad outside, as stacked parameters of several models do."""
+    arrays = [x if d is None else torch.stack([x, x * 2, -x], d) for x, d in zip(Inputs(batch=2).qkv(), in_dims)]
+    arrays = [x.contiguous().requires_grad_() for x in arrays]
+    function = lambda q, k, v: leaves(attention.forward(q, k, v, **options))[0]
+    gradients = []
+    for made in torch.vmap(function, in_dims)(*arrays), mapped(function, in_dims, arrays)[0]:
+        gradients.append(torch.autograd.grad(made.float().square().sum(), arrays))
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, atol=0.05, rtol=0.02)
+    with torch.no_grad():
+        assert not torch.vmap(function, in_dims)(*arrays).requires_grad
+
+
 def test_vmap_where_a_mask_counts_batches():
     """b is the number of a sequence in each element's batch, not in all of them together."""
     x = Inputs(batch=2, heads=2)

@@ -248,3 +248,28 @@ def test_adapters_by_index():
     operators.lora_linear_by_index(x, w, a, b, index).sum().backward()
     low = (x.double() @ a.double()[1].T)[index >= 0].sum(0)
     assert not b.grad[0].any() and (b.grad[1].double() - low[:, None]).abs().max() <= 2**-5 * low.abs().max()
+
+
+@fuse.kernel
+def scaled_norm(x, g):
+    return x * fuse.rsqrt(fuse.mean(x * x) + 1e-5) * g
+
+
+def test_transforms_of_torch_func():
+    """By parts, which these know: torch's kernels differentiate and map them."""
+    x, g = torch.randn(3, 5, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    total = lambda x, g: scaled_norm(x, g).float().square().sum()
+    each = [x.clone().requires_grad_(), g.clone().requires_grad_()]
+    sum(total(a, b) for a, b in zip(*each)).backward()
+    outside = [x.clone().requires_grad_(), g.clone().requires_grad_()]
+    torch.vmap(scaled_norm)(*outside).float().square().sum().backward()
+    inside = torch.vmap(torch.func.grad(total, (0, 1)))(x, g)
+    for wanted, a, b in zip(each, outside, inside, strict=True):
+        for got in a.grad, b:
+            close(got, wanted.grad, bits=5)  # parts round after each
+
+
+def test_a_tangent_of_a_fused_function_is_refused():
+    x, g = torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()
+    with pytest.raises(NotImplementedError, match="^x: has a tangent"):
+        torch.func.jvp(lambda x: scaled_norm(x, g), (x,), (x,))

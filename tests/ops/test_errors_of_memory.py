@@ -1,10 +1,11 @@
 """What mistakes say, see test_errors.py: those of products, loads and stores, and of warpgroups."""
 
+import numpy as np
 from mistakes import WIDE, B, Cases, E, S, T, check, smem
 from numba import cuda
 
 import tiles
-from ops import cluster, lane_sum, load, mma_AB, mma_ABt, raw, row_max, store, subtile, warpgroup, zeros
+from ops import cluster, copy_async, lane_sum, load, mma_AB, mma_ABt, raw, row_max, store, subtile, warpgroup, zeros
 from tiles import bf16, fp16, fp32, rt
 
 says = Cases()
@@ -233,6 +234,19 @@ def storing_fp8_in_pieces(x, g):
 @says("load: the type to load must be an rt or a vector type, got st(64, 64, bf16)")
 def loading_a_shared_tile_type(x, g):
     load(x, S, (0, 0))
+
+
+CAPTURED = np.zeros((64, 64), np.float32)
+
+
+@says("load: this array is no argument of the kernel, which Numba has copied into it: pass it to the launch")
+def loading_what_is_captured(x, g):
+    load(CAPTURED, T, (0, 0))
+
+
+@says("copy_async: this array is no argument of the kernel, which Numba has copied into it: pass it to the launch")
+def copying_what_is_captured(x, g):
+    copy_async(smem.open()[0], CAPTURED, (0, 0))
 
 
 @says("load: rt(16, 64, fp32) lies along 2 axes of the array, and array(float32, 1d, A) has 1")

@@ -141,6 +141,12 @@ def test_refuses_an_argument_by_its_name(case):
         parameter("x", value)
 
 
+def test_defaults_are_not_filled_in():
+    kernel = cuda.jit(lambda x, n=3: None)
+    with pytest.raises(TypeError, match=r"takes 2 arguments \(x, n\), got 1, and a launch fills in no defaults"):
+        parameters(kernel, (1,))
+
+
 # ---- what kernels say themselves -------------------------------------------------------------------------------------
 QUERY = st(64, 128, bf16)
 

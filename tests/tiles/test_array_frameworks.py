@@ -75,6 +75,15 @@ def test_torch_requires_grad():
         describe(x, "k")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+def test_torch_nested(layout):
+    torch = pytest.importorskip("torch")
+    x = torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(4, 2)], layout=getattr(torch, layout))
+    with pytest.raises(TypeError, match=r"^q: is a NestedTensor, .* q\.values\(\)\[None\], and cu_seqlens=q\.offsets\(\)"):
+        describe(x, "q")
+
+
 def test_torch_tangent():
     torch = pytest.importorskip("torch")
     import torch.autograd.forward_ad as forward_ad

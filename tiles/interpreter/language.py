@@ -157,6 +157,12 @@ class Bounded(np.ndarray):
         return index
 
 
+class Captured(Bounded):
+    """An array that a kernel captures. Numba copies it into the kernel, and it is only read there."""
+
+    captured = True
+
+
 def say(*values, **options):
     """print, by a warp."""
     refuse_values(check_print, *values)
@@ -250,6 +256,10 @@ def _swap(value, seen):
         return Cuda()
     if isinstance(value, np.integer):
         return int(value)
+    if isinstance(value, np.ndarray):
+        found = value.view(Captured)
+        found.flags.writeable = False
+        return found
     if isinstance(value, (python.BuiltinFunctionType, np.ufunc)) and value in GUARDED:
         return GUARDED[value]
     if isinstance(value, python.ModuleType):
