@@ -27,6 +27,7 @@ from ..functions import FP8, MAPS
 from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
+from .long_rows import Long
 from .row_map_text import FOLD, REGISTERS, Alone, Flat, Folded, Gathered, Held, Looped, Writing
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
@@ -157,7 +158,15 @@ class RowMap:
             return Alone if alone else Folded
         if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and parts and whole:
             return Alone
-        return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped
+        if self.width <= Held.columns * MOST_WARPS and tiles <= HELD:
+            return Held
+        return Long if self.long else Looped
+
+    @property
+    def long(self) -> bool:
+        """May each row be a block's, in tiles of whole lines?"""
+        plain = all(x.held_as(self.held) != FP8 for x in self.leaves)
+        return self.width % Long.line == 0 and plain and not self.draws and any(map(is_tile, self.leaves))
 
     @property
     def warps(self) -> int:
@@ -204,8 +213,12 @@ class RowMap:
             return {self.columns: self.width}
         if self.form is Flat:
             return {self.columns: Flat.columns}
-        part = self.form.part + (DRAWN if self.draws else 3) if issubclass(self.form, Folded) else 0
-        return {self.columns: FOLD * part} if part else {}
+        if self.form is Long:
+            return {self.columns: Long.line * (1 + Long.rows * self.warps)}
+        if not issubclass(self.form, Folded):
+            return {}
+        more = DRAWN if self.draws else 3  # off the tiles' edges: beyond the first warp's, or within it if there is one
+        return {self.columns: FOLD * (self.form.part + (more if self.warps > 1 else -more))}
 
     @property
     def ahead(self) -> list[Term]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
 from ..graph import along, between, is_index, is_tile
-from ..module import Text, array, unused
+from ..module import Text, array, one_number, unused
 from ..terms import Term
 from ..writing import Writer
 
@@ -156,7 +156,7 @@ class Writing:
         if is_index(x):
             return f"{name} = {array(name)}[row_index(TILE.col_vec) + row]"
         if not x.names[0]:
-            return f"{name} = {array(name)}[{', '.join('0' * x.ndim)}]"
+            return f"{name} = {one_number(array(name), ', '.join('0' * x.ndim), x.held_as(''))}"
         return f"{name} = load({array(name)}, TILE.col_vec, (row, 0), cols=0)"
 
 
@@ -177,14 +177,14 @@ class Held(Writing):
 
 
 class Looped(Writing):
-    """Sixteen rows of a block, read again and again."""
+    """Sixteen rows of a block, read again and again. first, place: where a warp's columns begin, and which they are."""
 
     most_warps, says = 8, "are read {} times, once from memory and then from L2"
+    first, place = "TILE.cols * int32(cuda.threadIdx.x // 32)", PLACE
 
     def write(self) -> None:
         self.begin()
-        mine = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
-        self.text.kernel.append(f"first = {mine}")
+        self.text.kernel.append(f"first = {self.first if self.kernel.warps > 1 else '0'}")
         self.width(True)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
         levels = self.levels()
@@ -209,8 +209,8 @@ class Looped(Writing):
         folds = [self.folded(x) for x in wanted]
         self.writer.names = before  # what was assigned is known in the loop alone
         for x, folded in zip(wanted, folds):
-            name, (nothing, _) = self.named(x), NOTHING[x.operation]
-            self.text.kernel.append(f"{name} = {nothing}(TILE.col_vec)")
+            name = self.named(x)
+            self.text.kernel.append(f"{name} = {self.nothing(x.operation)}")
             body.append(f"{name} = {name} + {folded}" if x.operation == "sum" else f"{name} = maximum({name}, {folded})")
         self.loop(body)
         for x in wanted:
@@ -229,10 +229,14 @@ class Looped(Writing):
         self.writer.names[greatest] = higher
         body.append(f"{added} = {added} * exp({most} - {higher}) + {self.folded(total)}")
         self.writer.names = before
-        self.text.kernel.append(f"{most}, {added} = full(TILE.col_vec, {LEAST}), zeros(TILE.col_vec)")
+        self.text.kernel.append(f"{most}, {added} = {self.nothing(LEAST)}, {self.nothing('sum')}")
         self.loop([*body, f"{most} = {higher}"])
         self.text.kernel.append(f"{own}, {most} = {most}, block.reduce_max({most}, scratch)")
         self.text.kernel.append(f"{added} = block.reduce_sum({added} * exp({own} - {most}), scratch)")
+
+    def nothing(self, kind: str) -> str:
+        """What a reduction begins with: of nothing, or LEAST."""
+        return f"full(TILE.col_vec, {LEAST})" if kind == LEAST else f"{NOTHING[kind][0]}(TILE.col_vec)"
 
     def loop(self, body: list[str]) -> None:
         """These lines, for each of the warp's tiles along the columns."""
@@ -241,7 +245,7 @@ class Looped(Writing):
     def loads(self, roots: Sequence[Term]) -> list[str]:
         """What must be read for these, of what has columns."""
         needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
-        place = [PLACE] * any(x.operation == "is_column" for x in needed)
+        place = [self.place] * any(x.operation == "is_column" for x in needed)
         return place + [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
 
 
