@@ -29,6 +29,7 @@ from ..module import DTYPES, Text
 from ..terms import Term, viewed
 from .long_rows import Long
 from .row_map_text import FOLD, REGISTERS, Alone, Flat, Folded, Gathered, Held, Looped, Writing
+from .short_rows import Short
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
@@ -51,8 +52,8 @@ def _warps(width: int, form: type[Writing]) -> int:
     """Of a block, for rows of this width."""
     if form is Gathered:
         return -(-width // form.columns)
-    if form is Flat:
-        return 8
+    if form in (Flat, Short):
+        return form.warps
     return next(n for n in (1, 2, 4, 8, 16) if n >= min(-(-width // form.columns), form.most_warps))
 
 
@@ -127,40 +128,52 @@ class RowMap:
 
     @property
     def flat(self) -> bool:
-        """Is it maps alone, of tiles of 16 bits and numbers, whose rows are cut into whole parts?"""
-        inside, held = between(self.roots, self.leaves), {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
+        """Is it maps alone, of tiles and vectors of 16 bits and numbers, whose rows are cut into whole parts?"""
+        inside, held = between(self.roots, self.leaves), {x.what[1] for x in inputs(*self.roots) if along(x)}
         maps = all(x.operation in MAPS or x.operation == "number" for x in inside) and all(map(is_tile, self.roots))
-        tiles = [x for x in self.leaves if any(x.names)]
-        short = all(viewed(x).held_as(self.held) in SIXTEEN for x in (*tiles, *self.roots))
-        return (
-            maps
-            and short
-            and len(held) == 1
-            and held < {*SIXTEEN}
-            and all(map(is_tile, tiles))
-            and not self.width % Flat.columns
-        )
+        short = all(viewed(x).held_as(self.held) in SIXTEEN for x in (*self.leaves, *self.roots) if along(x))
+        tiles = any(map(is_tile, self.leaves))
+        return maps and short and len(held) == 1 and held < {*SIXTEEN} and tiles and not self.width % Flat.columns
 
     @property
     def form(self) -> type[Writing]:
         """How it is written."""
         if self.sums:
             return Gathered
-        if self.flat:
+        if self.short:
+            return Short
+        if self.flat and not (self.folds and any(along(x) and not is_tile(x) for x in self.leaves)):
             return Flat
         tiles = sum(is_tile(x) for x in self.leaves)
-        whole = all(along(x) or not any(x.names) for x in self.leaves)
-        parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
-        fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
-        if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
+        if self.folds:
             results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
             return Alone if alone else Folded
-        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and parts and whole:
+        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and self.parted:
             return Alone
         if self.width <= Held.columns * MOST_WARPS and tiles <= HELD:
             return Held
         return Long if self.long else Looped
+
+    @property
+    def short(self) -> bool:
+        """Are rows tiles of one warp, which they fill?"""
+        plain = all(x.held_as(self.held) != FP8 for x in self.leaves)
+        wide = sum(along(x) and is_tile(x) for x in self.leaves) * self.width
+        return self.width % Short.step == 0 and wide <= Short.most and plain and not self.draws and not self.sums
+
+    @property
+    def parted(self) -> bool:
+        """Can rows be cut into parts? What is read has columns, or is one number for all rows."""
+        parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
+        return parts and all(along(x) or not any(x.names) for x in self.leaves)
+
+    @property
+    def folds(self) -> bool:
+        """May a row be a tile that a block holds, with the next one?"""
+        fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
+        few = sum(is_tile(x) for x in self.leaves) <= HELD
+        return self.width >= FOLDED_FROM and fits and self.parted and few
 
     @property
     def long(self) -> bool:
@@ -184,7 +197,7 @@ class RowMap:
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        if self.sums or self.whole:  # nothing goes beyond
+        if self.sums or self.whole or self.form is Short:  # nothing goes beyond
             return False
         return self._is_something(x)
 
@@ -209,7 +222,7 @@ class RowMap:
     @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
-        if self.sums or self.whole:
+        if self.sums or self.whole or self.form is Short:
             return {self.columns: self.width}
         if self.form is Flat:
             return {self.columns: Flat.columns}

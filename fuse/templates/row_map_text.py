@@ -369,9 +369,9 @@ class Alone(Folded):
 
 
 class Flat(Folded):
-    """Maps alone, of tiles and numbers: a warp has so many elements of a row, and nobody waits for others."""
+    """Maps alone, of tiles, vectors and numbers: a warp has so many elements of a row, and nobody waits for others."""
 
-    part = 32
+    part, warps = 32, 8
     columns, says = FOLD * part, "are taken in pieces of 512, element by element"
     unordered = True
 
@@ -379,22 +379,33 @@ class Flat(Folded):
         """See Writing."""
         kernel, text, name = self.kernel, self.text, self.parameters
         tiles = [x for x in kernel.leaves if is_tile(x)]
+        vectors = [x for x in kernel.leaves if along(x) and x not in tiles]
         numbers = [x for x in kernel.leaves if not along(x)]
         text.globals += [f"WARPS = {kernel.warps}  # of a block"]
         text.globals += [
             f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's, elements of a row that follow one another"
         ]
         warp = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)"
-        text.kernel += [FOLLOW, f"row, piece = divmod({warp}, pieces)", *(self.load(n) for n in numbers if n.ndim)]
+        text.kernel += [FOLLOW, f"row, piece = divmod({warp}, pieces)"]
+        text.kernel += [self.load(n) for n in numbers if n.ndim and not n.names[0]]
         body = [f"{name[t]} = {self.widened(self.loaded(t, 'row, piece, 0, 0'))}" for t in tiles]
+        body += [f"{name[v]} = {self.widened(self.loaded(v, 'piece, 0, 0'))}" for v in vectors]
+        body += [self.load(n) for n in numbers if n.ndim and n.names[0]]
         body += self.stores("row, piece, 0, 0", "store_unordered")
         text.kernel += ["if row < rows:", *(f"    {line}" for line in body)]
         x = name[tiles[0]]
         text.before = [f"rows, pieces, cut = {x}.shape[0], {x}.shape[1] // {self.columns}, ({FOLD}, {self.part})"]
         text.launch = "-(-rows * pieces // WARPS), 32 * WARPS, early=True"
-        shaped = [(array(name[one]), f"{name[one]}.reshape(rows, pieces, *cut)") for one in (*tiles, *kernel.roots)]
+        wide = [(one, "rows, " * (one not in vectors)) for one in (*tiles, *vectors, *kernel.roots)]
+        shaped = [(array(name[one]), f"{name[one]}.reshape({lead}pieces, *cut)") for one, lead in wide]
         given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
         text.arguments = [*shaped, ("rows", "rows"), ("pieces", "pieces"), *given]
+
+    def load(self, x: Term) -> str:
+        """See Writing. Of a number a row that of the warp's."""
+        if not x.names[0]:
+            return super().load(x)
+        return f"{self.parameters[x]} = {one_number(array(self.parameters[x]), 'row, 0', x.held_as(''))}"
 
 
 class Gathered(Folded):
