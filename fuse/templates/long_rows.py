@@ -44,7 +44,9 @@ class Long(Looped):
         text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {self.line}, {self.line})"]
         text.launch = f"rows, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         shaped = [(array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*lines)") for one in wide]
-        others = [(array(name[one]) if one.ndim else name[one], name[one]) for one in (*numbers, *kernel.roots) if not along(one)]
+        others = [
+            (array(name[one]) if one.ndim else name[one], name[one]) for one in (*numbers, *kernel.roots) if not along(one)
+        ]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
         text.arguments = [*shaped, *others, *columns]
 

@@ -1,6 +1,6 @@
 """Row maps of rows that one warp holds, as those of heads: see row_map.py for the forms.
 
-    sixteen rows of a warp:   tiles as wide as a row, so that nothing lies beyond it, and no warp waits for another"""
+sixteen rows of a warp:   tiles as wide as a row, so that nothing lies beyond it, and no warp waits for another"""
 
 from __future__ import annotations
 

@@ -45,6 +45,19 @@ CASES = {
         TARGETS,
     ),
     "rows read again": (fuse.kernel(lambda x: fuse.softmax(x)), (2, 2056)),
+    "rows of a warp": (operators.residual_rms_norm, (70, 96), (70, 96), (96,)),
+    "rows of a warp, of which one element is picked": (
+        fuse.kernel(lambda x, index: fuse.log(fuse.sum(fuse.exp(x))) - fuse.pick(x, index)),
+        (3, 64),
+        TARGETS,
+    ),
+    "rows of a block, read again": (fuse.kernel(lambda x, g: fuse.softmax(x * g)), (2, 16416), (16416,)),
+    "rows of a block, of which one element is picked": (
+        fuse.kernel(lambda x, index: fuse.max(x) - fuse.pick(x, index)),
+        (3, 16416),
+        TARGETS,
+    ),
+    "in pieces, with vectors and a number a row": (fuse.kernel(lambda x, c, g: x * c + g), (3, 1024), (3, 1), (1024,)),
 }
 
 
