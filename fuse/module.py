@@ -226,8 +226,8 @@ def array(name: str) -> str:
 
 
 def one_number(name: str, at: str, dtype: str) -> str:
-    """The expression that reads one number of an array of this dtype. Of 16 bits and of 8 Numba would take the bits for an integer,
-    so they are read as a vector of which the array has no more."""
+    """The expression that reads one number of an array of this dtype. Of 16 bits and of 8 Numba would take the bits for an
+    integer, so they are read as a vector of which the array has no more."""
     if dtype == "float32" or "int" in dtype:
         return f"{name}[{at}]"
     return f"tile_sum(load({name}, rt(16, 16, fp32).row_vec, ({at}{',' * (',' not in at)})))"
