@@ -11,8 +11,8 @@ from .row_map_text import FOLLOW, Writing
 
 
 class Short(Writing):
-    """Sixteen rows of a warp. step: what widths are multiples of. most: columns of all tiles together. warps, blocks: of a block,
-    and of a multiprocessor at least, which bounds a lane's registers."""
+    """Sixteen rows of a warp. step: what widths are multiples of. most: columns of all tiles together. warps, blocks: of a
+    block, and of a multiprocessor at least, which bounds a lane's registers."""
 
     rows, step, most, warps, blocks = 16, 32, 256, 4, 1
     says = "are one warp's, sixteen at a time"
