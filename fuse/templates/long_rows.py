@@ -7,17 +7,27 @@ are read at a time fit L2, so that all passes but the first find them there."""
 
 from __future__ import annotations
 
-from ..graph import along, is_index, is_tile
+from ..graph import along, between, is_index, is_tile
 from ..module import array, one_number
-from ..terms import Term
+from ..terms import Term, viewed
 from .row_map_text import FOLLOW, LEAST, NOTHING, Looped
 
 
 class Long(Looped):
-    """A row of a block, read again and again, in tiles of `rows` lines of `line` columns."""
+    """A row of a block, read again and again, in tiles of `rows` lines. lines: of how many columns, where rows are multiples."""
 
-    rows, line, most_warps = 16, 32, 16
-    columns, says = rows * line, "are a block's only one each, read {} times, once from memory and then from L2"
+    rows, lines, part = 16, (64, 32), 32
+    says = "are a block's only one each, read {} times, once from memory and then from L2"
+
+    @classmethod
+    def line(cls, width: int) -> int:
+        """Columns of a line."""
+        return next(n for n in cls.lines if not width % n)
+
+    @classmethod
+    def most(cls, tiles: int) -> int:
+        """Warps of a block, if there are columns for them: half as many where twice as much is read."""
+        return 16 if tiles == 1 else 8
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]
@@ -29,26 +39,66 @@ class Long(Looped):
         kernel, text, name = self.kernel, self.text, self.parameters
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
         self.writer.forms["is_column"] = lambda x: "place == {} - before"
-        tiles = [x for x in kernel.leaves if is_tile(x)]
+        tiles, line = [x for x in kernel.leaves if is_tile(x)], self.line(kernel.width)
+        inside = between(kernel.roots, kernel.leaves)
+        self.picks = [x for x in self.reductions if _is_pick(x) and not any(x.of[0] in y.of for y in inside if y is not x)]
+        alone = {x.of[0] for x in self.picks}
+        self.places = any(y.operation == "is_column" for x in inside if x not in alone for y in x.of)
         wide = [x for x in (*kernel.leaves, *kernel.roots) if along(x)]
         numbers = [x for x in self.leaves if not along(x)]
         text.globals.append(f"WARPS = {kernel.warps}  # of a block")
-        text.globals.append(f"TILE = rt({self.rows}, {self.line}, {kernel.dtype})  # a warp's, lines of a row")
+        text.globals.append(f"TILE = rt({self.rows}, {line}, {kernel.dtype})  # a warp's, lines of a row")
         if self.places:
-            text.globals.append(f"PLACES = rt({self.rows}, {self.line}, fp32)")
+            text.globals.append(f"PLACES = rt({self.rows}, {line}, fp32)")
         if self.reductions:
             text.globals.append(f"smem = shared(scratch=sv({-(-4 * kernel.warps // 16) * 16}, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel += [FOLLOW, "row = int32(cuda.blockIdx.x)"]
         x = name[tiles[0]]
-        text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {self.line}, {self.line})"]
+        text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {line}, {line})"]
         text.launch = f"rows, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         shaped = [(array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*lines)") for one in wide]
         others = [
             (array(name[one]) if one.ndim else name[one], name[one]) for one in (*numbers, *kernel.roots) if not along(one)
         ]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
+        asked = [x for x in between([x.of[0].of[1] for x in self.picks], kernel.leaves, with_leaves=True) if x in wide]
+        for one in asked:  # element by element
+            view = f"{name[one]}.reshape({'rows, ' * is_tile(one)}-1, 1)"
+            shaped.append((array(self.there(one)), view))
         text.arguments = [*shaped, *others, *columns]
+
+    def there(self, x: Term) -> str:
+        """What a leaf is called at the column that is picked."""
+        return f"{self.parameters[x]}_there"
+
+    def reduce_in_a_loop(self, wanted: list[Term]) -> None:
+        """See Looped. What is picked needs no loop."""
+        for x in wanted:
+            if x in self.picks:
+                self.pick(x)
+        super().reduce_in_a_loop([x for x in wanted if x not in self.picks])
+
+    def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
+        """See Looped."""
+        for x in rest:
+            if x in self.picks:
+                self.pick(x)
+        super().reduce_as_softmax(greatest, total, [x for x in rest if x not in self.picks])
+
+    def pick(self, x: Term) -> None:
+        """The lines that compute the element that an index picks, 0 where there is none."""
+        index, inner = self.writer.expression(x.of[0].of[0].of[0]), x.of[0].of[1]
+        needed = [y for y in between([inner], [*self.kernel.leaves, *self.writer.names], with_leaves=True) if along(y)]
+        before, lines = dict(self.writer.names), list[str]()
+        for y in (y for y in needed if y in self.kernel.leaves):
+            self.writer.names[y] = self.there(y)
+            at = f"{'row, ' * is_tile(y)}{index}, 0"
+            lines.append(f"    {self.there(y)} = {one_number(array(self.there(y)), at, viewed(y).held_as(self.kernel.held))}")
+        written, self.writer.names = self.writer.expression(inner), before
+        name = self.named(x)
+        self.text.kernel += [f"{name} = {self.nothing('sum')}", f"if 0 <= {index} < TILE.cols * lines:"]
+        self.text.kernel += [*lines, f"    {name} = float32({written})"]
 
     def width(self, needed: bool) -> None:
         """The line that says how many lines there are."""
@@ -96,3 +146,10 @@ class Long(Looped):
 
     first = "TILE.rows * int32(cuda.threadIdx.x // 32)"
     place = "before, place = TILE.cols * (row_index(PLACES.col_vec) + line), col_index(PLACES.row_vec)"
+
+
+def _is_pick(x: Term) -> bool:
+    """Is it the sum of one element of a row, that at a column?"""
+    if x.operation != "sum" or x.of[0].operation != "where" or x.of[0].of[0].operation != "is_column":
+        return False
+    return x.of[0].of[2].operation == "number" and x.of[0].of[2].what == 0

@@ -2,15 +2,17 @@
 
     row by row:   y = f(x[row, :], ..., g[:], ...), with sums and maxima along the row wherever f has them
 
-Maps alone, of tiles and numbers, are taken piece by piece. Else one of three forms serves, by the rows' width (row_map_text.py
-writes them all):
+Maps alone are taken piece by piece. Else one of five forms serves, by the rows' width (row_map_text.py and its neighbours write
+them):
 
-- folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, and keeps them where
-  nobody asks which columns they are; one row is worked on while the next one comes, and vectors along the columns stay in
+- short: sixteen rows of a warp, each as wide as the tile;
+- folded: a row is cut into lines, sixteen of them a warp's tile. A lane reads 16 bytes at a time, and keeps them where they are,
+  for what is beyond a row's end are lines; one row is worked on while the next one comes, and vectors along the columns stay in
   registers. Where several tiles of 16 bits are written, each row is a block's only one;
-- held: a block has sixteen rows, its warps side by side along the columns; all is read once and stays in registers;
-- looped: the same, but a warp takes every so many columns, once for each level of reductions and once more for the result. They
-  come from L2 then, where sixteen rows of every multiprocessor fit.
+- held: rows that are no whole lines; a block has sixteen, its warps side by side along the columns, and all stays in registers;
+- long: rows that are too long for registers, a block's one each, read once for each level of reductions and once more for the
+  result (long_rows.py);
+- looped: the same of sixteen rows, where they are no whole lines.
 
 Where sums over rows are asked for, too, as of gradients, folded rows are what serves: a block adds up its own rows' as they go
 by (gathered), and column_sums.py adds up what the blocks found."""
@@ -34,12 +36,11 @@ from .short_rows import Short
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
 WORKED = 48  # registers of a lane besides those that hold what is read
-DRAWN = 16  # columns whose draws lie together
 MOST_WARPS = 16
 MOST_TILES = 4  # where sums over rows are kept beside them
 HELD = 2  # tiles that a warp holds through all levels of reductions
 MOST_HELD = 5  # where they are half as wide
-FOLDED_FROM = 1024  # columns
+FOLDED_FROM = 640  # columns
 
 
 def shares(x: Term, processors: int) -> int:
@@ -50,10 +51,10 @@ def shares(x: Term, processors: int) -> int:
 
 def _warps(width: int, form: type[Writing]) -> int:
     """Of a block, for rows of this width."""
-    if form is Gathered:
-        return -(-width // form.columns)
     if form in (Flat, Short):
         return form.warps
+    if issubclass(form, Folded):
+        return -(-width // form.columns)
     return next(n for n in (1, 2, 4, 8, 16) if n >= min(-(-width // form.columns), form.most_warps))
 
 
@@ -103,11 +104,12 @@ class RowMap:
 
     @property
     def alike(self) -> bool:
-        """Are all arrays of 16 bits, or what is written fp8, so that their columns may come in one order of their own?"""
+        """Are all arrays of 16 bits, or what is written fp8, or all of 32, so that columns may come in one order of their own?"""
         if self.sums:
             return self.gathers
-        held = [x.operation == "input" and x.what[1] in SIXTEEN for x in map(viewed, self.leaves) if along(x)]
-        return all(held) and all(x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if along(x))
+        read = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
+        made = {x.held_as(self.held) for x in self.roots if along(x)}
+        return (read <= {*SIXTEEN} and made <= {*SIXTEEN, FP8}) or (read | made) == {"float32"}
 
     @property
     def sums(self) -> list[Term]:
@@ -118,7 +120,7 @@ class RowMap:
     def gathers(self) -> bool:
         """May sums over rows be kept, as they go by? Rows must be read once, by tiles that fill them, and lie unordered."""
         tiles = [x for x in self.leaves if is_tile(x)]
-        fits = self.width % Gathered.columns == 0 and self.width <= Gathered.columns * Gathered.warps
+        fits = self.width % Gathered.part == 0 and Gathered.columns <= self.width <= Gathered.columns * Gathered.warps
         short = [x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
         held = {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
         known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.names) for x in self.leaves)
@@ -128,12 +130,16 @@ class RowMap:
 
     @property
     def flat(self) -> bool:
-        """Is it maps alone, of tiles and vectors of 16 bits and numbers, whose rows are cut into whole parts?"""
-        inside, held = between(self.roots, self.leaves), {x.what[1] for x in inputs(*self.roots) if along(x)}
-        maps = all(x.operation in MAPS or x.operation == "number" for x in inside) and all(map(is_tile, self.roots))
-        short = all(viewed(x).held_as(self.held) in SIXTEEN for x in (*self.leaves, *self.roots) if along(x))
-        tiles = any(map(is_tile, self.leaves))
-        return maps and short and len(held) == 1 and held < {*SIXTEEN} and tiles and not self.width % Flat.columns
+        """Is it maps alone, of rows of whole lines?"""
+        inside = between(self.roots, self.leaves)
+        maps = all(x.operation in MAPS or x.operation == "number" for x in inside)
+        tiles = any(map(is_tile, self.leaves)) and all(map(is_tile, self.roots))
+        return maps and tiles and self.plain and not self.width % Flat.part
+
+    @property
+    def plain(self) -> bool:
+        """Is nothing fp8 that is read, nor dropped?"""
+        return all(x.held_as(self.held) != FP8 for x in self.leaves) and not self.draws
 
     @property
     def form(self) -> type[Writing]:
@@ -142,48 +148,42 @@ class RowMap:
             return Gathered
         if self.short:
             return Short
-        if self.flat and not (self.folds and any(along(x) and not is_tile(x) for x in self.leaves)):
+        if self.flat:
             return Flat
         tiles = sum(is_tile(x) for x in self.leaves)
         if self.folds:
             results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
             return Alone if alone else Folded
-        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and self.parted:
+        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and self.lined(Alone):
             return Alone
         if self.width <= Held.columns * MOST_WARPS and tiles <= HELD:
             return Held
-        return Long if self.long else Looped
+        return Long if self.plain and not self.width % Long.part and tiles else Looped
 
     @property
     def short(self) -> bool:
         """Are rows tiles of one warp, which they fill?"""
-        plain = all(x.held_as(self.held) != FP8 for x in self.leaves)
-        wide = sum(along(x) and is_tile(x) for x in self.leaves) * self.width
-        return self.width % Short.step == 0 and wide <= Short.most and plain and not self.draws and not self.sums
+        wide = sum(map(is_tile, self.leaves)) * self.width
+        return not self.width % Short.step and 0 < wide <= Short.most and self.plain and not self.sums
 
-    @property
-    def parted(self) -> bool:
-        """Can rows be cut into parts? What is read has columns, or is one number for all rows."""
-        parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
-        return parts and all(along(x) or not any(x.names) for x in self.leaves)
+    def lined(self, form: type[Writing]) -> bool:
+        """Are rows whole lines of this form's? What is read has columns, or is one number for all rows."""
+        return not self.width % form.part and all(along(x) or not any(x.names) for x in self.leaves)
 
     @property
     def folds(self) -> bool:
         """May a row be a tile that a block holds, with the next one?"""
         fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
         few = sum(is_tile(x) for x in self.leaves) <= HELD
-        return self.width >= FOLDED_FROM and fits and self.parted and few
-
-    @property
-    def long(self) -> bool:
-        """May each row be a block's, in tiles of whole lines?"""
-        plain = all(x.held_as(self.held) != FP8 for x in self.leaves)
-        return self.width % Long.line == 0 and plain and not self.draws and any(map(is_tile, self.leaves))
+        return self.width >= FOLDED_FROM and fits and self.lined(Folded) and few
 
     @property
     def warps(self) -> int:
         """Of a block."""
+        if self.form is Long:
+            few = -(-self.width // (Long.rows * Long.line(self.width)))
+            return min(few, Long.most(sum(map(is_tile, self.leaves))))
         return _warps(self.width, self.form)
 
     @property
@@ -197,7 +197,7 @@ class RowMap:
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        if self.sums or self.whole or self.form is Short:  # nothing goes beyond
+        if self.form is Short or self.filling(self.form):  # nothing goes beyond
             return False
         return self._is_something(x)
 
@@ -224,20 +224,18 @@ class RowMap:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
         if self.sums or self.whole or self.form is Short:
             return {self.columns: self.width}
-        if self.form is Flat:
-            return {self.columns: Flat.columns}
         if self.form is Long:
-            return {self.columns: Long.line * (1 + Long.rows * self.warps)}
+            return {self.columns: Long.line(self.width) * (1 + Long.rows * self.warps)}
         if not issubclass(self.form, Folded):
             return {}
-        more = DRAWN if self.draws else 3  # off the tiles' edges: beyond the first warp's, or within it if there is one
-        return {self.columns: FOLD * (self.form.part + (more if self.warps > 1 else -more))}
+        before = 1 if self.form is Flat else self.warps - 1  # what is full, and three lines of one that is not
+        return {self.columns: self.form.part * (FOLD * before + 3)}
 
     @property
     def ahead(self) -> list[Term]:
         """What is read before the launch before is done: vectors, where they stay in registers."""
         vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
-        return [x for x in vectors if x.operation == "input"] if issubclass(self.form, Folded) and not self.sums else []
+        return [x for x in vectors if x.operation == "input"] if self.form in (Folded, Alone) else []
 
     @property
     def draws(self) -> bool:
