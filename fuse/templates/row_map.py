@@ -109,7 +109,8 @@ class RowMap:
             return self.gathers
         read = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
         made = {x.held_as(self.held) for x in self.roots if along(x)}
-        return (read <= {*SIXTEEN} and made <= {*SIXTEEN, FP8}) or (read | made) == {"float32"}
+        wide = (read | made) == {"float32"} and not self.draws  # which know the order of 16 bits alone
+        return (read <= {*SIXTEEN} and made <= {*SIXTEEN, FP8}) or wide
 
     @property
     def sums(self) -> list[Term]:

@@ -33,7 +33,7 @@ CASES = {
     "in pieces": (gated, (3, 512), 0),
     "a row of a warp": (scaled, (3, 64), 0),
     "rows in registers": (scaled, (3, 72), 0),
-    "rows folded": (scaled, (3, 1040), 0),
+    "rows folded": (scaled, (3, 1088), 0),
     "rows too long": (scaled, (2, 17440), 0),
     "rows read again": (scaled, (2, 2056), 1),  # a number a row, which is no row's vector
     "a row's number, in pieces": (gated, (3, 512), 1),
