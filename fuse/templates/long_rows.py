@@ -14,7 +14,7 @@ from .row_map_text import FOLLOW, LEAST, NOTHING, Looped
 
 
 class Long(Looped):
-    """A row of a block, read again and again, in tiles of `rows` lines. lines: of how many columns, where rows are multiples."""
+    """A row of a block, read again and again, in tiles of `rows` lines. lines: of how many columns, where these are whole."""
 
     rows, lines, part = 16, (64, 32), 32
     says = "are a block's only one each, read {} times, once from memory and then from L2"

@@ -6,9 +6,9 @@ Maps alone are taken piece by piece. Else one of five forms serves, by the rows'
 them):
 
 - short: sixteen rows of a warp, each as wide as the tile;
-- folded: a row is cut into lines, sixteen of them a warp's tile. A lane reads 16 bytes at a time, and keeps them where they are,
-  for what is beyond a row's end are lines; one row is worked on while the next one comes, and vectors along the columns stay in
-  registers. Where several tiles of 16 bits are written, each row is a block's only one;
+- folded: a row is cut into lines, sixteen of them a warp's tile. A lane reads 16 bytes at a time, and keeps them where they
+  are, for what is beyond a row's end are lines; one row is worked on while the next one comes, and vectors along the columns
+  stay in registers. Where several tiles of 16 bits are written, each row is a block's only one;
 - held: rows that are no whole lines; a block has sixteen, its warps side by side along the columns, and all stays in registers;
 - long: rows that are too long for registers, a block's one each, read once for each level of reductions and once more for the
   result (long_rows.py);
@@ -30,7 +30,7 @@ from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
 from .long_rows import Long
-from .row_map_text import FOLD, REGISTERS, Alone, Flat, Folded, Gathered, Held, Looped, Writing
+from .row_map_text import FOLD, Alone, Flat, Folded, Gathered, Held, Looped, Slim, Writing, resident
 from .short_rows import Short
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
@@ -104,7 +104,7 @@ class RowMap:
 
     @property
     def alike(self) -> bool:
-        """Are all arrays of 16 bits, or what is written fp8, or all of 32, so that columns may come in one order of their own?"""
+        """Have all arrays 16 bits, or what is written 8, or all 32, so that columns may come in one order of their own?"""
         if self.sums:
             return self.gathers
         read = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
@@ -152,10 +152,10 @@ class RowMap:
         if self.flat:
             return Flat
         tiles = sum(is_tile(x) for x in self.leaves)
-        if self.folds:
+        if folded := self.folded:
             results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
-            return Alone if alone else Folded
+            return Alone if alone and self.lined(Alone) else folded
         if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and self.lined(Alone):
             return Alone
         if self.width <= Held.columns * MOST_WARPS and tiles <= HELD:
@@ -173,11 +173,14 @@ class RowMap:
         return not self.width % form.part and all(along(x) or not any(x.names) for x in self.leaves)
 
     @property
-    def folds(self) -> bool:
-        """May a row be a tile that a block holds, with the next one?"""
-        fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
-        few = sum(is_tile(x) for x in self.leaves) <= HELD
-        return self.width >= FOLDED_FROM and fits and self.lined(Folded) and few
+    def folded(self) -> type[Folded] | None:
+        """How rows are folded, if a block holds a row and the next one: as many rows at once as there may be, and then the form
+        that has more warps for each."""
+        if self.width < FOLDED_FROM or sum(map(is_tile, self.leaves)) > HELD:
+            return None
+        forms = [one for one in (Slim, Folded) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
+        rows = {one: resident(self.registers(one)) // _warps(self.width, one) for one in forms}
+        return max(rows, key=lambda one: rows[one]) if any(rows.values()) else None
 
     @property
     def warps(self) -> int:
@@ -187,11 +190,10 @@ class RowMap:
             return min(few, Long.most(sum(map(is_tile, self.leaves))))
         return _warps(self.width, self.form)
 
-    @property
-    def registers(self) -> int:
+    def registers(self, form: type[Folded]) -> int:
         """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what would be
         something beyond a row's end, as what is centred; and for draws."""
-        tile = Folded.columns // 32  # elements of a lane
+        tile = form.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
         return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (self.cuts + self.draws)
@@ -236,7 +238,7 @@ class RowMap:
     def ahead(self) -> list[Term]:
         """What is read before the launch before is done: vectors, where they stay in registers."""
         vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
-        return [x for x in vectors if x.operation == "input"] if self.form in (Folded, Alone) else []
+        return [x for x in vectors if x.operation == "input"] if self.form in (Folded, Slim, Alone) else []
 
     @property
     def draws(self) -> bool:

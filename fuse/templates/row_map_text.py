@@ -31,6 +31,11 @@ def dropout(x, dropped, per_kept, seed, {place}):
 '''.strip()
 
 
+def resident(registers: int) -> int:
+    """How many warps of so many registers a lane a multiprocessor has room for, a quarter of them in each of its parts."""
+    return 4 * (REGISTERS // 4 // registers)
+
+
 def is_softmax_sum(x: Term) -> bool:
     """Is it sum(exp(s - max(s)))?"""
     if x.operation != "sum" or x.of[0].operation != "exp" or x.of[0].of[0].operation != "sub":
@@ -265,8 +270,8 @@ class Looped(Writing):
 
 
 class Folded(Writing):
-    """A row is a tile, one of a block at a time, and the next one comes meanwhile. part: columns of a line; a warp has 16 lines of
-    a row, which lie one behind the other."""
+    """A row is a tile, one of a block at a time, and the next one comes meanwhile. part: columns of a line; a warp has 16 lines
+    of a row, which lie one behind the other."""
 
     draw, part = ("bernoulli_of_row", "row, col, step"), 64
     columns, says = FOLD * part, "are tiles of lines; one is worked on while the next one comes"
@@ -354,7 +359,7 @@ class Folded(Writing):
 
     def extents(self) -> list[str]:
         """The global that says how many warps there are, and blocks; and the launch's bounds."""
-        blocks = REGISTERS // self.kernel.registers // self.kernel.warps
+        blocks = resident(self.kernel.registers(type(self))) // self.kernel.warps
         self.text.bounds = "32 * WARPS, BLOCKS"
         return [f"WARPS, BLOCKS = {self.kernel.warps}, {blocks}  # of a block, of a multiprocessor"]
 
@@ -369,6 +374,13 @@ class Folded(Writing):
         lines += [f"next_{name[t]} = {self.loaded(t, 'at, line, 0')}" for t in tiles]
         text.kernel += ["while following < rows:", *(f"    {line}" for line in (*lines, *body))]
         text.launch = f"min(rows, BLOCKS * tiles.processors({x}))"
+
+
+class Slim(Folded):
+    """The same with half as many columns a warp, where fewer warps are idle so."""
+
+    part = 32
+    columns = FOLD * part
 
 
 class Alone(Folded):
