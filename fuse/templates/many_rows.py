@@ -67,7 +67,9 @@ def schedule(
     parts = columns // 64 * (1 if results == 1 else 2)  # what several are made of would not fit registers else
     room = SHARED - results * ROWS * 2 * (columns // products // parts)
     blocks = 2 if pairs and waves(columns) > 1 and (tall % 2 == 0 or tall > LONE) else 1
-    return Schedule(columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), -(-min(16, tall) // blocks), blocks)
+    return Schedule(
+        columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), -(-min(16, tall) // blocks), blocks
+    )
 
 
 class Sent(NamedTuple):

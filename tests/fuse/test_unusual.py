@@ -1,5 +1,7 @@
 """Functions and lengths that users have and no other test does: each once gave an error, or a proof that does not hold."""
 
+import warnings
+
 import numpy as np
 import pytest
 from references import compare
@@ -106,3 +108,50 @@ def test_short_and_long_rows(columns, expected, dtype):
         assert form(kernel, *arrays) == expected
         compare(kernel, arrays, kernel.run(*arrays))
     assert smoothed.proof(*cases[smoothed]).holds
+
+
+# ---- halves ----------------------------------------------------------------------------------------------------------
+def gated_halves(x):
+    gate, up = fuse.halves(x)
+    return fuse.silu(gate) * up
+
+
+def rotary_of_whole_angles(x, cos, sin):
+    """As transformers has it: cos and sin have as many columns as x."""
+    first, second = fuse.halves(x)
+    return x * cos + fuse.concatenate([-second, first]) * sin
+
+
+HALVES = {
+    "a gate and what it gates, side by side": (gated_halves, (5, 128)),
+    "with leading axes": (gated_halves, (2, 3, 5, 128)),
+    "made by one product of few rows": (lambda x, w: gated_halves(x @ w), (5, 72), (72, 128)),
+    "of many rows": (lambda x, w, c: gated_halves(x @ w + c), (150, 72), (72, 128), (128,)),
+    "whole angles": (rotary_of_whole_angles, (2, 3, 20, 128), (20, 128), (20, 128)),
+    "whole angles, heads last": (rotary_of_whole_angles, (2, 20, 3, 64), (20, 1, 64), (20, 1, 64)),
+    "whole angles of rows": (rotary_of_whole_angles, (40, 64), (40, 64), (40, 64)),
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_halves(case):
+    """Results of half as many columns, and halves that meet what is whole: by kernels, not by parts."""
+    definition, *shapes = HALVES[case]
+    kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = kernel.run(*arrays)
+    wide = arrays[0].shape[-1] if len(arrays) == 1 else arrays[1].shape[-1]
+    assert got.shape == (*arrays[0].shape[:-1], wide if definition is rotary_of_whole_angles else wide // 2)
+    (flat, lead), columns = kernel._rows(arrays), got.shape[-1]
+    compare(kernel, flat, got.reshape(-1, columns) if lead else got)
+    assert kernel.proof(*arrays).holds
+
+
+def test_the_gradient_of_halves():
+    x, dy = normal(5, 128), normal(5, 64)
+    gradient = fuse.kernel(gated_halves).gradient
+    (dx,) = gradient.run(x, dy)
+    compare(gradient, (x, dy), (dx,))
+    with pytest.raises(ValueError, match=r"dy: must have the shape of the result, \(5, 64\)"):
+        gradient.run(x, x)
