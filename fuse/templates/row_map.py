@@ -29,8 +29,10 @@ from ..functions import FP8, MAPS
 from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
+from .flat_rows import Flat
+from .gathered_rows import Gathered
 from .long_rows import Long
-from .row_map_text import FOLD, Alone, Flat, Folded, Gathered, Held, Looped, Slim, Writing, resident
+from .row_map_text import FOLD, Alone, Folded, Held, Looped, Slim, Writing, resident
 from .short_rows import Short
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
@@ -168,7 +170,7 @@ class RowMap:
         wide = sum(map(is_tile, self.leaves)) * self.width
         return not self.width % Short.step and 0 < wide <= Short.most and self.plain and not self.sums
 
-    def lined(self, form: type[Writing]) -> bool:
+    def lined(self, form: type[Folded]) -> bool:
         """Are rows whole lines of this form's? What is read has columns, or is one number for all rows."""
         return not self.width % form.part and all(along(x) or not any(x.names) for x in self.leaves)
 

@@ -209,7 +209,11 @@ def rows_and_vectors(kinds, rows, columns):
 
 @pytest.mark.parametrize(
     ("name", "kinds", "rows", "columns"),
-    [("residual_layer_norm", "xxggxx", 37, 512), ("normalised_step", "xxgx", 3, 512), ("residual_layer_norm", "xxggxx", 5, 736)],
+    [
+        ("residual_layer_norm", "xxggxx", 37, 512),
+        ("normalised_step", "xxgx", 3, 512),
+        ("residual_layer_norm", "xxggxx", 5, 736),
+    ],
 )
 def test_sums_over_rows(name, kinds, rows, columns):
     """Rows of tiles that fill them are added up as they go by, in registers or shared memory; none is written to be summed."""
