@@ -12,6 +12,22 @@ from ..module import array, one_number
 from ..terms import Term, viewed
 from .row_map_text import FOLLOW, LEAST, NOTHING, Looped
 
+ACROSS = '''
+@inlined
+def {kind}_of_row(x, parts):
+    """The {kind} of what the blocks of a row bring, each a number."""
+    if cuda.threadIdx.x < 32:
+        store(parts, zeros(rt(16, 16, fp32).row_vec) + x)
+    cluster.sync()
+    found = x
+    for other in range(1, BLOCKS):
+        brought = cluster.load(cluster.map(parts, (cluster.rank() + other) % BLOCKS), rt(16, 16, fp32).row_vec)
+        found = {joined}
+    cluster.sync()
+    return found
+'''.strip()
+JOINED = {"sum": "found + tile_sum(brought) / 16", "max": "maximum(found, tile_max(brought))"}
+
 
 class Long(Looped):
     """A row of a block, read again and again, in tiles of `rows` lines. lines: of how many columns, where these are whole."""
@@ -46,17 +62,24 @@ class Long(Looped):
         self.places = any(y.operation == "is_column" for x in inside if x not in alone for y in x.of)
         wide = [x for x in (*kernel.leaves, *kernel.roots) if along(x)]
         numbers = [x for x in self.leaves if not along(x)]
-        text.globals.append(f"WARPS = {kernel.warps}  # of a block")
+        self.blocks = kernel.blocks
+        several = self.blocks > 1
+        said = f"WARPS, BLOCKS = {kernel.warps}, {self.blocks}  # of a block, of a row" if several else ""
+        text.globals.append(said or f"WARPS = {kernel.warps}  # of a block")
         text.globals.append(f"TILE = rt({self.rows}, {line}, {kernel.dtype})  # a warp's, lines of a row")
         if self.places:
             text.globals.append(f"PLACES = rt({self.rows}, {line}, fp32)")
         if self.reductions:
-            text.globals.append(f"smem = shared(scratch=sv({-(-4 * kernel.warps // 16) * 16}, fp32))")
-            text.kernel.append("(scratch,) = smem.open()")
-        text.kernel += [FOLLOW, "row = int32(cuda.blockIdx.x)"]
+            parts = ", parts=sv(16, fp32)" * several
+            text.globals.append(f"smem = shared(scratch=sv({-(-4 * kernel.warps // 16) * 16}, fp32){parts})")
+            text.kernel.append(f"{'scratch, parts' if several else '(scratch,)'} = smem.open()")
+        text.kernel += [FOLLOW, f"row = int32(cuda.blockIdx.x{' // BLOCKS' * several})"]
+        for kind in sorted({x.operation for x in self.reductions}) if several else ():
+            text.helpers += [*["", ""] * bool(text.helpers), *ACROSS.format(kind=kind, joined=JOINED[kind]).splitlines()]
         x = name[tiles[0]]
         text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {line}, {line})"]
-        text.launch = f"rows, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
+        text.launch = f"rows{' * BLOCKS' * several}, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        text.launch += f"{', cluster=BLOCKS' * several}, early=True"
         shaped = [(array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*lines)") for one in wide]
         others = [
             (array(name[one]) if one.ndim else name[one], name[one]) for one in (*numbers, *kernel.roots) if not along(one)
@@ -142,9 +165,21 @@ class Long(Looped):
 
     def loop(self, body: list[str]) -> None:
         """See Looped."""
-        self.text.kernel += ["for line in range(first, lines, TILE.rows * WARPS):", *(f"    {one}" for one in body)]
+        step = f"TILE.rows * WARPS{' * BLOCKS' * (self.blocks > 1)}"
+        self.text.kernel += [f"for line in range(first, lines, {step}):", *(f"    {one}" for one in body)]
 
-    first = "TILE.rows * int32(cuda.threadIdx.x // 32)"
+    def together(self, kind: str, x: str) -> str:
+        """See Looped. Of all blocks of a row."""
+        found = super().together(kind, x)
+        return f"{kind}_of_row({found}, parts)" if self.blocks > 1 else found
+
+    @property
+    def first(self) -> str:  # type: ignore[override]
+        """See Looped."""
+        if self.blocks > 1:
+            return "TILE.rows * int32(WARPS * cluster.rank() + cuda.threadIdx.x // 32)"
+        return "TILE.rows * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
+
     place = "before, place = TILE.cols * (row_index(PLACES.col_vec) + line), col_index(PLACES.row_vec)"
 
 

@@ -43,6 +43,7 @@ MOST_TILES = 4  # where sums over rows are kept beside them
 HELD = 2  # tiles that a warp holds through all levels of reductions
 MOST_HELD = 5  # where they are half as wide
 FOLDED_FROM = 640  # columns
+BUSY = 128  # blocks that a card runs at once
 
 
 def shares(x: Term, processors: int) -> int:
@@ -64,15 +65,15 @@ class RowMap:
     """The terms that one such kernel computes.
 
     roots: of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c; every tile that it has runs along it. held:
-    the dtype of results that are no casts."""
+    the dtype of results that are no casts. clusters: may blocks share a row, on this card?"""
 
     def __init__(self, roots: Sequence[Term], leaves: Sequence[Term], columns: Axis, width: int):
         self.roots, self.leaves, self.columns, self.width = tuple(roots), tuple(leaves), columns, width
-        self.held = terms.SPACES[-1].dtype
+        self.held, self.clusters = terms.SPACES[-1].dtype, False
 
     @classmethod
-    def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> RowMap | None:
-        """The kernel that computes these of those, if there is one."""
+    def matches(cls, roots: Sequence[Term], leaves: Sequence[Term], clusters: bool = False) -> RowMap | None:
+        """The kernel that computes these of those, if there is one. clusters: has the card any?"""
         inside = between(roots, leaves)
         if any(x.operation not in MAPS and x.operation not in KNOWN for x in inside):
             return None
@@ -88,6 +89,7 @@ class RowMap:
             return None
         ((axis, width),) = columns.items()
         found = cls(roots, leaves, axis, width)
+        found.clusters = clusters
         return found if {*gathered} <= {*roots} and (not gathered or found.gathers) else None
 
     @property
@@ -191,6 +193,13 @@ class RowMap:
             few = -(-self.width // (Long.rows * Long.line(self.width)))
             return min(few, Long.most(sum(map(is_tile, self.leaves))))
         return _warps(self.width, self.form)
+
+    @property
+    def blocks(self) -> int:
+        """Of a row, in clusters: as many as keep multiprocessors busy where rows are few, and have columns."""
+        rows = next(x.extents[0] for x in (*self.leaves, *self.roots) if is_tile(x))
+        most = self.width // (Long.rows * Long.line(self.width) * self.warps)
+        return next((n for n in (8, 4, 2) if self.clusters and n * rows <= BUSY and n <= most), 1)
 
     def registers(self, form: type[Folded]) -> int:
         """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what would be

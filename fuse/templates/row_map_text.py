@@ -182,14 +182,14 @@ class Held(Writing):
 
 
 class Looped(Writing):
-    """Sixteen rows of a block, read again and again. first, place: where a warp's columns begin, and which they are."""
+    """Sixteen rows of a block, read again and again. place: the line that says which columns a warp's are."""
 
     most_warps, says = 8, "are read {} times, once from memory and then from L2"
-    first, place = "TILE.cols * int32(cuda.threadIdx.x // 32)", PLACE
+    place = PLACE
 
     def write(self) -> None:
         self.begin()
-        self.text.kernel.append(f"first = {self.first if self.kernel.warps > 1 else '0'}")
+        self.text.kernel.append(f"first = {self.first}")
         self.width(True)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
         levels = self.levels()
@@ -205,6 +205,11 @@ class Looped(Writing):
             self.loop([*self.loads(self.kernel.roots), *self.stores()])
         else:
             self.text.kernel += self.stores()
+
+    @property
+    def first(self) -> str:
+        """The expression of where a warp's columns begin."""
+        return "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
         """These reductions, of one level."""
@@ -231,7 +236,11 @@ class Looped(Writing):
         """The lines behind a loop that bring together what the block's warps found."""
         for x in wanted:
             name = self.writer.names[x]
-            self.text.kernel.append(f"{name} = block.reduce_{x.operation}({name}, scratch)")
+            self.text.kernel.append(f"{name} = {self.together(x.operation, name)}")
+
+    def together(self, kind: str, x: str) -> str:
+        """The expression of what a row's warps found, each a part."""
+        return f"block.reduce_{kind}({x}, scratch)"
 
     def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
         """The maximum of each row and the sum of exp(x - maximum), in one pass: what was summed is rescaled where a tile has a
@@ -250,8 +259,8 @@ class Looped(Writing):
         self.writer.names = before
         self.text.kernel.append(f"{most}, {added} = {self.nothing(LEAST)}, {self.nothing('sum')}")
         self.loop([*body, f"{most} = {higher}", *self.added(rest, folds)])
-        self.text.kernel.append(f"{own}, {most} = {most}, block.reduce_max({most}, scratch)")
-        self.text.kernel.append(f"{added} = block.reduce_sum({added} * exp({own} - {most}), scratch)")
+        self.text.kernel.append(f"{own}, {most} = {most}, {self.together('max', most)}")
+        self.text.kernel.append(f"{added} = {self.together('sum', f'{added} * exp({own} - {most})')}")
         self.end(rest)
 
     def nothing(self, kind: str) -> str:
