@@ -41,9 +41,9 @@ class Long(Looped):
         return next(n for n in cls.lines if not width % n)
 
     @classmethod
-    def most(cls, tiles: int) -> int:
-        """Warps of a block, if there are columns for them: half as many where twice as much is read."""
-        return 16 if tiles == 1 else 8
+    def most(cls, writes: bool) -> int:
+        """Warps of a block, if there are columns for them. writes: is one tile read, and one written?"""
+        return 16 if writes else 8
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]

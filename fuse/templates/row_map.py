@@ -191,7 +191,8 @@ class RowMap:
         """Of a block."""
         if self.form is Long:
             few = -(-self.width // (Long.rows * Long.line(self.width)))
-            return min(few, Long.most(sum(map(is_tile, self.leaves))))
+            read, made = (sum(map(is_tile, some)) for some in (self.leaves, self.roots))
+            return min(few, Long.most(read == made == 1))
         return _warps(self.width, self.form)
 
     @property
@@ -207,7 +208,8 @@ class RowMap:
         tile = form.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
-        return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (self.cuts + self.draws)
+        worked = WORKED if any(map(is_tile, self.roots)) else WORKED - 16  # to compute nothing but numbers takes less
+        return tiles * (tile + ahead) + vectors * ahead + worked + tile * (self.cuts + self.draws)
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
