@@ -178,11 +178,11 @@ class RowMap:
 
     @property
     def folded(self) -> type[Folded] | None:
-        """How rows are folded, if a block holds a row and the next one: as many rows at once as there may be, and then the form
-        that has more warps for each."""
+        """How rows are folded, if a block holds a row and the next one: so that as many rows are under way as may be, and of as
+        many by the fewest warps, as timed."""
         if self.width < FOLDED_FROM or sum(map(is_tile, self.leaves)) > HELD:
             return None
-        forms = [one for one in (Slim, Folded) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
+        forms = [one for one in (Folded, Slim) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
         rows = {one: resident(self.registers(one)) // _warps(self.width, one) for one in forms}
         return max(rows, key=lambda one: rows[one]) if any(rows.values()) else None
 
