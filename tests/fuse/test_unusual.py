@@ -155,3 +155,30 @@ def test_the_gradient_of_halves():
     compare(gradient, (x, dy), (dx,))
     with pytest.raises(ValueError, match=r"dy: must have the shape of the result, \(5, 64\)"):
         gradient.run(x, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(70, 96), (300, 128), (3, 17440), (8, 128256), (130, 32000), (40, 2880), (5, 768)]
+)
+def test_rows_on_the_card(rows, columns):
+    """In every form that they have, by clusters of blocks where they are few and long; and scales of one number."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    index = np.arange(rows, dtype=np.int32) * 7 % columns
+    index[0], index[-1] = columns - 1, -1
+    x, g = normal(rows, columns), normal(columns)
+    cases = {
+        two_norms: (x, normal(rows, columns), g, g),
+        smoothed: (x, index, normal(rows, 1)),
+        fuse.kernel(lambda x, s: fuse.softmax(x * s)): (x, normal(1)),
+        fuse.kernel(lambda x, y, s: x + (y - x) * s): (x, normal(rows, columns), normal(1)),
+        fuse.kernel(gated_halves): (x,),
+    }
+    for kernel, arrays in cases.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing runs by parts
+            got = kernel(*map(to_torch, arrays))
+        torch.cuda.synchronize()
+        compare(kernel, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
