@@ -81,9 +81,11 @@ def _silu(g: Part, y: Term, x: Term) -> Sequence[Part]:
 
 
 def _matmul(g: Part, y: Term, a: Term, b: Term) -> Sequence[Part]:
-    parts = factors(_whole(g.term, y))
-    numbers, rest = [one for one in parts if not any(one[1].names)], product([one for one in parts if any(one[1].names)])
-    assert rest is not None  # what has rows and columns
+    whole = _whole(g.term, y)
+    numbers, wide = ([one for one in factors(whole) if any(one[1].names) == has] for has in (False, True))
+    rest = product(wide)
+    if rest is None:  # the product of one row and one column is a number itself
+        numbers, rest = [], whole
     found = Part(g.by, rest @ terms.transpose(b)), Part(g.by, terms.transpose(a) @ rest)
     for how, number in numbers:  # behind the products
         first, second = ((one.times(number) if how == "mul" else one.over(number)) for one in found)

@@ -17,7 +17,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -230,8 +230,19 @@ class Fused:
         held = [(name, s) for name, s in zip(self.names, shapes) if s.extents]
         inputs = dict(found.inputs)
         letters = graph.axes(*[inputs[name] for name, _ in held], *found.roots)
-        of_inputs = {axis.root for x in inputs.values() for axis in x.names if axis is not None}
-        strange = [x for x in found.roots if any(axis is not None and axis.root not in of_inputs for axis in x.names)]
+        letter = {axis.root: one for (name, _), its in zip(held, letters) for axis, one in zip(inputs[name].names, its) if axis}
+        of_halves = {
+            one: _half_of(letter[axis.root.whole.root])
+            for x, its in zip(found.roots, letters[len(held) :])
+            for axis, one in zip(x.names, its)
+            if axis is not None and axis.root not in letter and axis.root.whole and axis.root.whole.root in letter
+        }
+        known = {*"".join(letters[: len(held)]), *of_halves}
+        strange = [
+            x
+            for x, its in zip(found.roots, letters[len(held) :])
+            if any(axis is not None and one not in known for axis, one in zip(x.names, its))
+        ]
         seeds = {x.of[2] for x in graph.walk(*found.roots) if x.operation == "dropout"} | {*graph.indices(found.roots)}
         seeds -= {y for x in graph.walk(*found.roots) if x.operation in MAPS for y in x.of}
         for name, s in held:
@@ -258,8 +269,8 @@ class Fused:
         planner.__annotations__ = dict.fromkeys(numbers, float)
         name = module.unused(self.name, module.PROGRAMS)
         module.PROGRAMS.add(name)
-        ones = {axis: 1 for axis in set("".join(letters[len(held) :])) - set("".join(letters[: len(held)]))}
-        schema, dtypes = Schema(name, "\n".join(rows), **ones), [x.held_as("") for x in found.roots]
+        extents: dict[str, Any] = {axis: 1 for axis in set("".join(letters[len(held) :])) - known} | of_halves
+        schema, dtypes = Schema(name, "\n".join(rows), **extents), [x.held_as("") for x in found.roots]
         of_gradient = functools.partial(_gradient_of_program, self, found.outs)
         return _Program(schema, planner, dtypes, found.single, of_gradient)
 
@@ -457,6 +468,11 @@ def _once(known: dict[tuple, Any], make: Callable) -> Callable[[tuple], None]:
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return prepare
+
+
+def _half_of(axis: str) -> Callable[[Mapping[str, Any]], Any]:
+    """The extent of a result's axis that is half of this one, as a schema asks for it."""
+    return lambda extents: extents[axis] // 2
 
 
 def _gradient_of_program(

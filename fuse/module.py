@@ -22,7 +22,7 @@ import tiles
 from .lines import WIDTH, assigned, broken, cut_at_commas, imports
 
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
-HOMES |= {"cuda": "numba", "int32": "numpy", "repeated": "tiles.frameworks"}
+HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
 HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
@@ -223,3 +223,11 @@ def _identifiers(nodes: Iterable[ast.AST]) -> set[str]:
 def array(name: str) -> str:
     """The parameter that a kernel reads a variable from."""
     return f"g{name[0].upper()}{name[1:]}"
+
+
+def one_number(name: str, at: str, dtype: str) -> str:
+    """The expression that reads one number of an array of this dtype. Of 16 bits and of 8 Numba would take the bits for an
+    integer, so they are read as a vector of which the array has no more."""
+    if dtype == "float32" or "int" in dtype:
+        return f"{name}[{at}]"
+    return f"tile_sum(load({name}, rt(16, 16, fp32).row_vec, ({at}{',' * (',' not in at)})))"

@@ -125,7 +125,8 @@ class Search:
             return found
         leaves = leaves_of_rows(roots)
         if not any(x.operation == "spread" for x in leaves):  # which does not lie in memory
-            found.extend(filter(None, [template.matches(roots, leaves) for template in (RowMap, DeepRows)]))
+            clusters = self.card.wgmma
+            found.extend(filter(None, [template.matches(roots, leaves, clusters) for template in (RowMap, DeepRows)]))
         if roots[0].operation in PARTS:
             parts: Any = ManyRows if self.card.wgmma else SinceAmpere
             found.extend(parts.folding(roots, self.card.processors))

@@ -186,8 +186,11 @@ SPACES: list[Space] = [Space()]  # the last one is where terms are made
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Are these extents others, where that is compared?"""
-    return one != other and not SPACES[-1].loose
+    """Are these extents others? Where they say nothing, it is known which of them are 1."""
+    if not SPACES[-1].loose:
+        return one != other
+    one, other = (x if isinstance(x, tuple) else (x,) for x in (one, other))
+    return len(one) != len(other) or any((n == 1) != (m == 1) for n, m in zip(one, other))
 
 
 def _made(operation, of=(), what=None, extents=(), names=()) -> Term:

@@ -117,6 +117,9 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
     for x in results:
         if not isinstance(x, Term) or x.ndim < 2:
             raise TypeError(f"{definition.__name__}: must return matrices (rows, columns) made of its arguments, got {x!r:.80}")
+    for x in indices(results) if rows is not None else ():
+        if x.names == (None,):  # one row's
+            x.names = (rows,)
     outs = tuple([unused(name, names) for name in named]) or result_names(names, len(results))
     called = tuple((name, x) for name, x in spoken.items() if x.of and name not in outs)
     one = not isinstance(result, (tuple, dict))

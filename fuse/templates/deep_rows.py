@@ -28,8 +28,8 @@ class DeepRows:
         self.roots, self.inner, self.words = tuple(roots), inner, words
 
     @classmethod
-    def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> DeepRows | None:
-        """The kernel that computes these of those, if there is one."""
+    def matches(cls, roots: Sequence[Term], leaves: Sequence[Term], clusters: bool = False) -> DeepRows | None:
+        """The kernel that computes these of those, if there is one. clusters: has the card any?"""
         lead = [name and name.root for name in roots[0].names[:-1]]
         if len(lead) < 2:
             return None
@@ -44,7 +44,7 @@ class DeepRows:
         words = {x: terms.rows(x) if x.ndim > 1 else x for x in leaves}
         for x in between(roots, leaves):
             words[x] = rebuilt(x, [words[y] for y in x.of])
-        inner = RowMap.matches([words[x] for x in roots], [words[x] for x in leaves])
+        inner = RowMap.matches([words[x] for x in roots], [words[x] for x in leaves], clusters)
         return cls(roots, inner, words) if inner else None
 
     @property

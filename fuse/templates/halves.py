@@ -57,6 +57,8 @@ class Halves:
     def serving(cls, root: Term, wgmma: bool) -> Iterator[Self]:
         """Those that compute it. wgmma: see Card."""
         parts = root.of if root.operation == "concat" else (root,)
+        if root.operation in MAPS and any(x.operation == "concat" for x in between([root], _not_maps(root), True)):
+            parts = _half(root, 0), _half(root, 1)  # of what stands side by side, and what has as many columns
         if 2 <= root.ndim <= 2 + len(PLACES) and along(root) and all(map(_halved, parts)):
             for each in dict.fromkeys([tuple(map(_of_halves, parts)), parts]):
                 yield from cls._of(root, each, wgmma)
@@ -251,10 +253,17 @@ class Halves:
 
 
 def _half(x: Term, which: int) -> Term:
-    """Half of the columns, of a map as a map of halves."""
+    """Half of the columns, of a map as a map of halves, of two parts side by side the one or the other."""
     if not along(x):
         return x
+    if x.operation == "concat" and len(x.of) == 2 and x.of[0].extents == x.of[1].extents:
+        return x.of[which]
     return terms.apply(x.operation, *[_half(y, which) for y in x.of]) if x.operation in MAPS else terms.half(x, which)
+
+
+def _not_maps(root: Term) -> list[Term]:
+    """What a map is made of that is none."""
+    return [x for x in graph.walk(root) if x.operation not in MAPS]
 
 
 def _maps(root: Term) -> set[Term]:

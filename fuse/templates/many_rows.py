@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 ROWS, STEP = 128, 64  # of a tile; along k
 OVERHEAD = 16  # columns' worth of time that a tile takes besides its products
 MOST_RESULTS = 3  # that leave together
-WIDTHS = 256, 192, 128  # the wider, the less is read for a product; but the last wave may be emptier
+NARROW = 64  # columns, of the only wave: it is the intake of multiprocessors that binds, and more of them take in
+WIDTHS = 256, 192, 128, NARROW  # the wider, the less is read for a product; but the last wave may be emptier
+STAGES = {NARROW: 8}  # at most, by width, if not 4: of little tiles more must be on their way
 SHARED = 225 * 1024
 LONE = 64  # tiles of rows, from which on a block may be without a peer
 
@@ -62,11 +64,14 @@ def schedule(
     def waves(columns: int) -> int:
         return -(-batch * tall * -(-n * products // columns) // processors)
 
-    columns = min((c for c in WIDTHS if c % (step * products) == 0), key=lambda c: waves(c) * (c + OVERHEAD))
+    widths = [c for c in WIDTHS if c % (step * products) == 0 and (c > NARROW or waves(c) == 1)]
+    columns = min(widths, key=lambda c: waves(c) * (c + OVERHEAD))
     parts = columns // 64 * (1 if results == 1 else 2)  # what several are made of would not fit registers else
     room = SHARED - results * ROWS * 2 * (columns // products // parts)
     blocks = 2 if pairs and waves(columns) > 1 and (tall % 2 == 0 or tall > LONE) else 1
-    return Schedule(columns, parts, min(4, room // (2 * STEP * (ROWS + columns))), -(-min(16, tall) // blocks), blocks)
+    return Schedule(
+        columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), -(-min(16, tall) // blocks), blocks
+    )
 
 
 class Sent(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from ..graph import along, is_tile
-from ..module import array, unused
+from ..module import array, one_number, unused
 from ..terms import PARTS, Term
 from ..writing import Writer
 from .product import Product, known_length
@@ -17,7 +17,7 @@ def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     if y.operation == "spread":
         return f"load({name}, {tile}.col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
     if not any(y.names[-2:]):  # one number
-        return f"{name}[{lead(y)}{', '.join('0' * min(y.ndim, 2))}]"
+        return one_number(name, f"{lead(y)}{', '.join('0' * min(y.ndim, 2))}", y.held_as(""))
     if is_tile(y):
         return f"load({name}, {tile}, {index(y, row, col)})"
     if along(y):

@@ -2,15 +2,17 @@
 
     row by row:   y = f(x[row, :], ..., g[:], ...), with sums and maxima along the row wherever f has them
 
-Maps alone, of tiles and numbers, are taken piece by piece. Else one of three forms serves, by the rows' width (row_map_text.py
-writes them all):
+Maps alone are taken piece by piece. Else one of five forms serves, by the rows' width (row_map_text.py and its neighbours write
+them):
 
-- folded: a row is a tile, cut into 16 parts that lie one below the other. A lane reads 16 bytes at a time, and keeps them where
-  nobody asks which columns they are; one row is worked on while the next one comes, and vectors along the columns stay in
-  registers. Where several tiles of 16 bits are written, each row is a block's only one;
-- held: a block has sixteen rows, its warps side by side along the columns; all is read once and stays in registers;
-- looped: the same, but a warp takes every so many columns, once for each level of reductions and once more for the result. They
-  come from L2 then, where sixteen rows of every multiprocessor fit.
+- short: sixteen rows of a warp, each as wide as the tile;
+- folded: a row is cut into lines, sixteen of them a warp's tile. A lane reads 16 bytes at a time, and keeps them where they
+  are, for what is beyond a row's end are lines; one row is worked on while the next one comes, and vectors along the columns
+  stay in registers. Where several tiles of 16 bits are written, each row is a block's only one;
+- held: rows that are no whole lines; a block has sixteen, its warps side by side along the columns, and all stays in registers;
+- long: rows that are too long for registers, a block's one each, read once for each level of reductions and once more for the
+  result (long_rows.py);
+- looped: the same of sixteen rows, where they are no whole lines.
 
 Where sums over rows are asked for, too, as of gradients, folded rows are what serves: a block adds up its own rows' as they go
 by (gathered), and column_sums.py adds up what the blocks found."""
@@ -27,17 +29,21 @@ from ..functions import FP8, MAPS
 from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
-from .row_map_text import FOLD, REGISTERS, Alone, Flat, Folded, Gathered, Held, Looped, Writing
+from .flat_rows import Flat
+from .gathered_rows import Gathered
+from .long_rows import Long
+from .row_map_text import FOLD, Alone, Folded, Held, Looped, Slim, Writing, resident
+from .short_rows import Short
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
 WORKED = 48  # registers of a lane besides those that hold what is read
-DRAWN = 16  # columns whose draws lie together
 MOST_WARPS = 16
 MOST_TILES = 4  # where sums over rows are kept beside them
 HELD = 2  # tiles that a warp holds through all levels of reductions
 MOST_HELD = 5  # where they are half as wide
-FOLDED_FROM = 1024  # columns
+FOLDED_FROM = 640  # columns
+BUSY = 128  # blocks that a card runs at once
 
 
 def shares(x: Term, processors: int) -> int:
@@ -48,10 +54,10 @@ def shares(x: Term, processors: int) -> int:
 
 def _warps(width: int, form: type[Writing]) -> int:
     """Of a block, for rows of this width."""
-    if form is Gathered:
+    if form in (Flat, Short):
+        return form.warps
+    if issubclass(form, Folded):
         return -(-width // form.columns)
-    if form is Flat:
-        return 8
     return next(n for n in (1, 2, 4, 8, 16) if n >= min(-(-width // form.columns), form.most_warps))
 
 
@@ -59,15 +65,15 @@ class RowMap:
     """The terms that one such kernel computes.
 
     roots: of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c; every tile that it has runs along it. held:
-    the dtype of results that are no casts."""
+    the dtype of results that are no casts. clusters: may blocks share a row, on this card?"""
 
     def __init__(self, roots: Sequence[Term], leaves: Sequence[Term], columns: Axis, width: int):
         self.roots, self.leaves, self.columns, self.width = tuple(roots), tuple(leaves), columns, width
-        self.held = terms.SPACES[-1].dtype
+        self.held, self.clusters = terms.SPACES[-1].dtype, False
 
     @classmethod
-    def matches(cls, roots: Sequence[Term], leaves: Sequence[Term]) -> RowMap | None:
-        """The kernel that computes these of those, if there is one."""
+    def matches(cls, roots: Sequence[Term], leaves: Sequence[Term], clusters: bool = False) -> RowMap | None:
+        """The kernel that computes these of those, if there is one. clusters: has the card any?"""
         inside = between(roots, leaves)
         if any(x.operation not in MAPS and x.operation not in KNOWN for x in inside):
             return None
@@ -83,6 +89,7 @@ class RowMap:
             return None
         ((axis, width),) = columns.items()
         found = cls(roots, leaves, axis, width)
+        found.clusters = clusters
         return found if {*gathered} <= {*roots} and (not gathered or found.gathers) else None
 
     @property
@@ -101,11 +108,13 @@ class RowMap:
 
     @property
     def alike(self) -> bool:
-        """Are all arrays of 16 bits, or what is written fp8, so that their columns may come in one order of their own?"""
+        """Have all arrays 16 bits, or what is written 8, or all 32, so that columns may come in one order of their own?"""
         if self.sums:
             return self.gathers
-        held = [x.operation == "input" and x.what[1] in SIXTEEN for x in map(viewed, self.leaves) if along(x)]
-        return all(held) and all(x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if along(x))
+        read = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
+        made = {x.held_as(self.held) for x in self.roots if along(x)}
+        wide = (read | made) == {"float32"} and not self.draws  # which know the order of 16 bits alone
+        return (read <= {*SIXTEEN} and made <= {*SIXTEEN, FP8}) or wide
 
     @property
     def sums(self) -> list[Term]:
@@ -116,7 +125,7 @@ class RowMap:
     def gathers(self) -> bool:
         """May sums over rows be kept, as they go by? Rows must be read once, by tiles that fill them, and lie unordered."""
         tiles = [x for x in self.leaves if is_tile(x)]
-        fits = self.width % Gathered.columns == 0 and self.width <= Gathered.columns * Gathered.warps
+        fits = self.width % Gathered.part == 0 and Gathered.columns <= self.width <= Gathered.columns * Gathered.warps
         short = [x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
         held = {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
         known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.names) for x in self.leaves)
@@ -126,56 +135,85 @@ class RowMap:
 
     @property
     def flat(self) -> bool:
-        """Is it maps alone, of tiles of 16 bits and numbers, whose rows are cut into whole parts?"""
-        inside, held = between(self.roots, self.leaves), {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
-        maps = all(x.operation in MAPS or x.operation == "number" for x in inside) and all(map(is_tile, self.roots))
-        tiles = [x for x in self.leaves if any(x.names)]
-        short = all(viewed(x).held_as(self.held) in SIXTEEN for x in (*tiles, *self.roots))
-        return (
-            maps
-            and short
-            and len(held) == 1
-            and held < {*SIXTEEN}
-            and all(map(is_tile, tiles))
-            and not self.width % Flat.columns
-        )
+        """Is it maps alone, of rows of whole lines?"""
+        inside = between(self.roots, self.leaves)
+        maps = all(x.operation in MAPS or x.operation == "number" for x in inside)
+        tiles = any(map(is_tile, self.leaves)) and all(map(is_tile, self.roots))
+        return maps and tiles and self.plain and not self.width % Flat.part
+
+    @property
+    def plain(self) -> bool:
+        """Is nothing fp8 that is read, nor dropped?"""
+        return all(x.held_as(self.held) != FP8 for x in self.leaves) and not self.draws
 
     @property
     def form(self) -> type[Writing]:
         """How it is written."""
         if self.sums:
             return Gathered
+        if self.short:
+            return Short
         if self.flat:
             return Flat
         tiles = sum(is_tile(x) for x in self.leaves)
-        whole = all(along(x) or not any(x.names) for x in self.leaves)
-        parts = self.width % (FOLD * DRAWN if self.draws else FOLD) == 0
-        fits = self.registers * _warps(self.width, Folded) <= REGISTERS and self.width <= Folded.columns * MOST_WARPS
-        if self.width >= FOLDED_FROM and fits and parts and whole and tiles <= HELD:
+        if folded := self.folded:
             results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
-            return Alone if alone else Folded
-        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and parts and whole:
+            return Alone if alone and self.lined(Alone) else folded
+        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and self.lined(Alone):
             return Alone
-        return Held if self.width <= Held.columns * MOST_WARPS and tiles <= HELD else Looped
+        if self.width <= Held.columns * MOST_WARPS and tiles <= HELD:
+            return Held
+        return Long if self.plain and not self.width % Long.part and tiles else Looped
+
+    @property
+    def short(self) -> bool:
+        """Are rows tiles of one warp, which they fill?"""
+        wide = sum(map(is_tile, self.leaves)) * self.width
+        return not self.width % Short.step and 0 < wide <= Short.most and self.plain and not self.sums
+
+    def lined(self, form: type[Folded]) -> bool:
+        """Are rows whole lines of this form's? What is read has columns, or is one number for all rows."""
+        return not self.width % form.part and all(along(x) or not any(x.names) for x in self.leaves)
+
+    @property
+    def folded(self) -> type[Folded] | None:
+        """How rows are folded, if a block holds a row and the next one: so that as many rows are under way as may be, and of as
+        many by the fewest warps, as timed."""
+        if self.width < FOLDED_FROM or sum(map(is_tile, self.leaves)) > HELD:
+            return None
+        forms = [one for one in (Folded, Slim) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
+        rows = {one: resident(self.registers(one)) // _warps(self.width, one) for one in forms}
+        return max(rows, key=lambda one: rows[one]) if any(rows.values()) else None
 
     @property
     def warps(self) -> int:
         """Of a block."""
+        if self.form is Long:
+            few = -(-self.width // (Long.rows * Long.line(self.width)))
+            read, made = (sum(map(is_tile, some)) for some in (self.leaves, self.roots))
+            return min(few, Long.most(read == made == 1))
         return _warps(self.width, self.form)
 
     @property
-    def registers(self) -> int:
+    def blocks(self) -> int:
+        """Of a row, in clusters: as many as keep multiprocessors busy where rows are few, and have columns."""
+        rows = next(x.extents[0] for x in (*self.leaves, *self.roots) if is_tile(x))
+        most = self.width // (Long.rows * Long.line(self.width) * self.warps)
+        return next((n for n in (8, 4, 2) if self.clusters and n * rows <= BUSY and n <= most), 1)
+
+    def registers(self, form: type[Folded]) -> int:
         """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what would be
         something beyond a row's end, as what is centred; and for draws."""
-        tile = Folded.columns // 32  # elements of a lane
+        tile = form.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
-        return tiles * (tile + ahead) + vectors * ahead + WORKED + tile * (self.cuts + self.draws)
+        worked = WORKED if any(map(is_tile, self.roots)) else WORKED - 16  # to compute nothing but numbers takes less
+        return tiles * (tile + ahead) + vectors * ahead + worked + tile * (self.cuts + self.draws)
 
     def filled(self, x: Term) -> bool:
         """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
-        if self.sums or self.whole:  # nothing goes beyond
+        if self.form is Short or self.filling(self.form):  # nothing goes beyond
             return False
         return self._is_something(x)
 
@@ -200,18 +238,20 @@ class RowMap:
     @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something there."""
-        if self.sums or self.whole:
+        if self.sums or self.whole or self.form is Short:
             return {self.columns: self.width}
-        if self.form is Flat:
-            return {self.columns: Flat.columns}
-        part = self.form.part + (DRAWN if self.draws else 3) if issubclass(self.form, Folded) else 0
-        return {self.columns: FOLD * part} if part else {}
+        if self.form is Long:
+            return {self.columns: Long.line(self.width) * (1 + Long.rows * self.warps)}
+        if not issubclass(self.form, Folded):
+            return {}
+        before = 1 if self.form is Flat else self.warps - 1  # what is full, and three lines of one that is not
+        return {self.columns: self.form.part * (FOLD * before + 3)}
 
     @property
     def ahead(self) -> list[Term]:
         """What is read before the launch before is done: vectors, where they stay in registers."""
         vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
-        return [x for x in vectors if x.operation == "input"] if issubclass(self.form, Folded) and not self.sums else []
+        return [x for x in vectors if x.operation == "input"] if self.form in (Folded, Slim, Alone) else []
 
     @property
     def draws(self) -> bool:

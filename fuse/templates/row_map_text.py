@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
 from ..graph import along, between, is_index, is_tile
-from ..module import Text, array, unused
+from ..module import Text, array, one_number, unused
 from ..terms import Term
 from ..writing import Writer
 
@@ -29,6 +29,11 @@ def dropout(x, dropped, per_kept, seed, {place}):
     gone = {draw}(rt(x.rows, x.cols, fp32), dropped, seed, seed >> 32, 0, 0, {place}{how})
     return where(gone, 0.0, x * per_kept)
 '''.strip()
+
+
+def resident(registers: int) -> int:
+    """How many warps of so many registers a lane a multiprocessor has room for, a quarter of them in each of its parts."""
+    return 4 * (REGISTERS // 4 // registers)
 
 
 def is_softmax_sum(x: Term) -> bool:
@@ -156,7 +161,7 @@ class Writing:
         if is_index(x):
             return f"{name} = {array(name)}[row_index(TILE.col_vec) + row]"
         if not x.names[0]:
-            return f"{name} = {array(name)}[{', '.join('0' * x.ndim)}]"
+            return f"{name} = {one_number(array(name), ', '.join('0' * x.ndim), x.held_as(''))}"
         return f"{name} = load({array(name)}, TILE.col_vec, (row, 0), cols=0)"
 
 
@@ -177,27 +182,34 @@ class Held(Writing):
 
 
 class Looped(Writing):
-    """Sixteen rows of a block, read again and again."""
+    """Sixteen rows of a block, read again and again. place: the line that says which columns a warp's are."""
 
     most_warps, says = 8, "are read {} times, once from memory and then from L2"
+    place = PLACE
 
     def write(self) -> None:
         self.begin()
-        mine = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
-        self.text.kernel.append(f"first = {mine}")
+        self.text.kernel.append(f"first = {self.first}")
         self.width(True)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
         levels = self.levels()
         sums = {x.of[0].of[0].of[1]: x for level in levels for x in level if is_softmax_sum(x)}
         for level in levels:
-            self.reduce_in_a_loop([x for x in level if x not in sums and x not in sums.values()])
+            rest = [x for x in level if x not in sums and x not in sums.values()]
             for x in level:
                 if x in sums:
-                    self.reduce_as_softmax(x, sums[x])
+                    self.reduce_as_softmax(x, sums[x], rest)
+                    rest = []
+            self.reduce_in_a_loop(rest)
         if any(map(is_tile, self.kernel.roots)):
             self.loop([*self.loads(self.kernel.roots), *self.stores()])
         else:
             self.text.kernel += self.stores()
+
+    @property
+    def first(self) -> str:
+        """The expression of where a warp's columns begin."""
+        return "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
         """These reductions, of one level."""
@@ -208,31 +220,52 @@ class Looped(Writing):
         body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
         folds = [self.folded(x) for x in wanted]
         self.writer.names = before  # what was assigned is known in the loop alone
+        self.loop([*body, *self.added(wanted, folds)])
+        self.end(wanted)
+
+    def added(self, wanted: list[Term], folds: list[str]) -> list[str]:
+        """The lines of a loop that add to reductions, which begin with nothing before it."""
+        lines = []
         for x, folded in zip(wanted, folds):
-            name, (nothing, _) = self.named(x), NOTHING[x.operation]
-            self.text.kernel.append(f"{name} = {nothing}(TILE.col_vec)")
-            body.append(f"{name} = {name} + {folded}" if x.operation == "sum" else f"{name} = maximum({name}, {folded})")
-        self.loop(body)
+            name = self.named(x)
+            self.text.kernel.append(f"{name} = {self.nothing(x.operation)}")
+            lines.append(f"{name} = {name} + {folded}" if x.operation == "sum" else f"{name} = maximum({name}, {folded})")
+        return lines
+
+    def end(self, wanted: list[Term]) -> None:
+        """The lines behind a loop that bring together what the block's warps found."""
         for x in wanted:
             name = self.writer.names[x]
-            self.text.kernel.append(f"{name} = block.reduce_{x.operation}({name}, scratch)")
+            self.text.kernel.append(f"{name} = {self.together(x.operation, name)}")
 
-    def reduce_as_softmax(self, greatest: Term, total: Term) -> None:
+    def together(self, kind: str, x: str) -> str:
+        """The expression of what a row's warps found, each a part."""
+        return f"block.reduce_{kind}({x}, scratch)"
+
+    def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
         """The maximum of each row and the sum of exp(x - maximum), in one pass: what was summed is rescaled where a tile has a
-        higher one. A maximum begins where numbers end, for it is taken from itself, which -inf cannot be."""
+        higher one. A maximum begins where numbers end, for it is taken from itself, which -inf cannot be. rest: other
+        reductions that are known with these."""
         most, added = self.named(greatest), self.named(total)
         taken = {*self.writer.names.values(), *self.parameters.values()}
         higher, own = unused("higher", taken), unused("own", taken)
-        before = dict(self.writer.names)
-        body = [*self.loads([greatest.of[0]]), *self.writer.assignments([greatest.of[0]], taken, [greatest.of[0], total.of[0]])]
+        before, inner = dict(self.writer.names), [greatest.of[0], *(x.of[0] for x in rest)]
+        among = [*inner, total.of[0]]
+        body = [*self.loads(inner), *self.writer.assignments(inner, {*taken, higher, own}, among)]
         body.append(f"{higher} = maximum({most}, {self.folded(greatest)})")
         self.writer.names[greatest] = higher
         body.append(f"{added} = {added} * exp({most} - {higher}) + {self.folded(total)}")
+        folds = [self.folded(x) for x in rest]
         self.writer.names = before
-        self.text.kernel.append(f"{most}, {added} = full(TILE.col_vec, {LEAST}), zeros(TILE.col_vec)")
-        self.loop([*body, f"{most} = {higher}"])
-        self.text.kernel.append(f"{own}, {most} = {most}, block.reduce_max({most}, scratch)")
-        self.text.kernel.append(f"{added} = block.reduce_sum({added} * exp({own} - {most}), scratch)")
+        self.text.kernel.append(f"{most}, {added} = {self.nothing(LEAST)}, {self.nothing('sum')}")
+        self.loop([*body, f"{most} = {higher}", *self.added(rest, folds)])
+        self.text.kernel.append(f"{own}, {most} = {most}, {self.together('max', most)}")
+        self.text.kernel.append(f"{added} = {self.together('sum', f'{added} * exp({own} - {most})')}")
+        self.end(rest)
+
+    def nothing(self, kind: str) -> str:
+        """What a reduction begins with: of nothing, or LEAST."""
+        return f"full(TILE.col_vec, {LEAST})" if kind == LEAST else f"{NOTHING[kind][0]}(TILE.col_vec)"
 
     def loop(self, body: list[str]) -> None:
         """These lines, for each of the warp's tiles along the columns."""
@@ -241,16 +274,16 @@ class Looped(Writing):
     def loads(self, roots: Sequence[Term]) -> list[str]:
         """What must be read for these, of what has columns."""
         needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
-        place = [PLACE] * any(x.operation == "is_column" for x in needed)
+        place = [self.place] * any(x.operation == "is_column" for x in needed)
         return place + [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
 
 
 class Folded(Writing):
-    """A row is a tile, one of a block at a time, and the next one comes meanwhile. part: columns of a warp's, of each of the 16
-    parts of the row."""
+    """A row is a tile, one of a block at a time, and the next one comes meanwhile. part: columns of a line; a warp has 16 lines
+    of a row, which lie one behind the other."""
 
-    draw, part = ("bernoulli_of_row", "row, col, width"), 64
-    columns, says = FOLD * part, "are tiles of 16 parts; one is worked on while the next one comes"
+    draw, part = ("bernoulli_of_row", "row, col, step"), 64
+    columns, says = FOLD * part, "are tiles of lines; one is worked on while the next one comes"
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
         """See Writing. Of one number a row: into 16 bits the first of a vector goes, of which the row has no more."""
@@ -258,13 +291,13 @@ class Folded(Writing):
         if is_tile(x):
             return super().store(x, written, at, store)
         if x.held_as(self.kernel.dtype) in ("fp32", "float32"):
-            return ["if col == 0:", f"    {into}[row, 0] = {written}"]
-        return ["if col == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + {written}, (row, 0), cols=1)"]
+            return ["if line == 0:", f"    {into}[row, 0] = {written}"]
+        return ["if line == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + ({written}), (row, 0), cols=1)"]
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]
-        """May columns come as they are read? Not where a row's end is cut off before it is summed."""
-        return self.kernel.alike and not any(map(self.kernel.filled, self.reductions))
+        """May columns come as they are read? A row's end is cut off by lines, so nobody asks for their numbers."""
+        return self.kernel.alike
 
     def write(self) -> None:
         kernel, text, name = self.kernel, self.text, self.parameters
@@ -274,41 +307,49 @@ class Folded(Writing):
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
         x = name[tiles[0]]
         text.globals += self.extents()
-        text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's of a row that is cut into {FOLD}"]
+        text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's lines of a row"]
         if memory := self.memory():
             text.globals.append(f"smem = shared({', '.join(f'{one}={what}' for one, what in memory.items())})")
             text.kernel.append(f"{', '.join(memory) if len(memory) > 1 else f'({next(iter(memory))},)'} = smem.open()")
-        text.kernel.append(f"{self.first}, col = int32(cuda.blockIdx.x), PART.cols * int32(cuda.threadIdx.x // 32)")
+        text.kernel.append(f"{self.first}, line = int32(cuda.blockIdx.x), PART.rows * int32(cuda.threadIdx.x // 32)")
         for late in (False, True):
             text.kernel += [FOLLOW] * late
             those = [v for v in vectors if (v not in kernel.ahead) == late and not kernel.sums]
-            text.kernel += [f"{name[v]} = {self.loaded(v, '0, col')}" for v in those]
+            text.kernel += [f"{name[v]} = {self.loaded(v, 'line, 0')}" for v in those]
         text.kernel += [self.load(n) for n in numbers if n.ndim]
-        if self.drawn or any(map(self.kernel.filled, self.reductions)):
-            text.kernel.append(f"width = {array(x)}.shape[2]")
+        if any(map(self.kernel.filled, self.reductions)):
+            text.kernel.append(f"lines = {array(x)}.shape[1]")
+        text.kernel += ["col, step = PART.cols * line, PART.cols"] * bool(self.drawn)
         self.writer.names |= {v: self.widened(name[v]) for v in vectors}
         body = list[str]()
         for level in self.levels():
             body += self.reduce(level, "tile")
-        body += self.stores("row, 0, col", "store_unordered" if self.unordered else "store")
+        body += self.stores("row, line, 0", "store_unordered" if self.unordered else "store")
         self.rows(tiles, body)
-        text.before.insert(0, f"rows, cut = {x}.shape[0], ({FOLD}, {self.cut(x)})")
+        text.before.insert(0, f"rows, lines = {x}.shape[0], {self.cut(x)}")
         text.launch += f", 32 * WARPS{', shared=smem' * bool(memory)}, early=True"
         shaped = [
-            (array(name[one]), f"{name[one]}.reshape({self.lead(one)}*cut)" if along(one) else name[one])
+            (array(name[one]), f"{name[one]}.reshape({self.lead(one)}*lines)" if along(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)
         ]
         given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
         text.arguments = [*shaped, *self.counted, *columns, *given, *self.told]
 
+    def folded(self, x: Term, fold: str = "tile") -> str:
+        """See Writing. What lies beyond a row's end are lines."""
+        written = self.writer.expression(x.of[0])
+        if self.kernel.filled(x):
+            written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
+        return f"{fold}_{x.operation}({written})"
+
     def memory(self) -> dict[str, str]:
         """What lies in shared memory, by names."""
         return {"scratch": f"sv({-(-4 * self.kernel.warps // 16) * 16}, fp32)"} if self.reductions else {}
 
     def cut(self, x: str) -> str:
-        """How long a part of a row of an array is; a number where there must be nothing beyond all tiles of a block."""
-        return "WARPS * PART.cols" if self.kernel.whole else f"{x}.shape[1] // {FOLD}"
+        """How many lines a row of an array has, and columns of each; those of a block's tiles, where nothing may be beyond."""
+        return "(WARPS * PART.rows, PART.cols)" if self.kernel.whole else f"({x}.shape[1] // {self.part}, {self.part})"
 
     def lead(self, x: Term) -> str:
         """What an array's rows are called that is cut."""
@@ -327,7 +368,7 @@ class Folded(Writing):
 
     def extents(self) -> list[str]:
         """The global that says how many warps there are, and blocks; and the launch's bounds."""
-        blocks = REGISTERS // self.kernel.registers // self.kernel.warps
+        blocks = resident(self.kernel.registers(type(self))) // self.kernel.warps
         self.text.bounds = "32 * WARPS, BLOCKS"
         return [f"WARPS, BLOCKS = {self.kernel.warps}, {blocks}  # of a block, of a multiprocessor"]
 
@@ -335,20 +376,27 @@ class Folded(Writing):
         """The loop over a block's rows, and the launch of so many blocks."""
         name, text = self.parameters, self.text
         x = name[tiles[0]]
-        text.kernel += [f"next_{name[t]} = {self.loaded(t, 'following, 0, col')}" for t in tiles]
+        text.kernel += [f"next_{name[t]} = {self.loaded(t, 'following, line, 0')}" for t in tiles]
         lines = [f"row, {name[t]} = following, {self.widened('next_' + name[t])}" for t in tiles[:1]]
         lines += [f"{name[t]} = {self.widened('next_' + name[t])}" for t in tiles[1:]]
         lines += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
-        lines += [f"next_{name[t]} = {self.loaded(t, 'at, 0, col')}" for t in tiles]
+        lines += [f"next_{name[t]} = {self.loaded(t, 'at, line, 0')}" for t in tiles]
         text.kernel += ["while following < rows:", *(f"    {line}" for line in (*lines, *body))]
         text.launch = f"min(rows, BLOCKS * tiles.processors({x}))"
+
+
+class Slim(Folded):
+    """The same with half as many columns a warp, where fewer warps are idle so."""
+
+    part = 32
+    columns = FOLD * part
 
 
 class Alone(Folded):
     """A row is a tile, and a block's only one: many small blocks hide from each other what a row waits for."""
 
     part = 32
-    columns, says = FOLD * part, "are tiles of 16 parts, a block's only one each"
+    columns, says = FOLD * part, "are tiles of lines, a block's only one each"
     first = "row"
     counted = ()
 
@@ -359,102 +407,6 @@ class Alone(Folded):
 
     def rows(self, tiles: list[Term], body: list[str]) -> None:
         """See Folded."""
-        self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
+        self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, line, 0'))}" for t in tiles]
         self.text.kernel += body
         self.text.launch = "rows"
-
-
-class Flat(Folded):
-    """Maps alone, of tiles and numbers: a warp has so many elements of a row, and nobody waits for others."""
-
-    part = 32
-    columns, says = FOLD * part, "are taken in pieces of 512, element by element"
-    unordered = True
-
-    def write(self) -> None:
-        """See Writing."""
-        kernel, text, name = self.kernel, self.text, self.parameters
-        tiles = [x for x in kernel.leaves if is_tile(x)]
-        numbers = [x for x in kernel.leaves if not along(x)]
-        text.globals += [f"WARPS = {kernel.warps}  # of a block"]
-        text.globals += [
-            f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's, elements of a row that follow one another"
-        ]
-        warp = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)"
-        text.kernel += [FOLLOW, f"row, piece = divmod({warp}, pieces)", *(self.load(n) for n in numbers if n.ndim)]
-        body = [f"{name[t]} = {self.widened(self.loaded(t, 'row, piece, 0, 0'))}" for t in tiles]
-        body += self.stores("row, piece, 0, 0", "store_unordered")
-        text.kernel += ["if row < rows:", *(f"    {line}" for line in body)]
-        x = name[tiles[0]]
-        text.before = [f"rows, pieces, cut = {x}.shape[0], {x}.shape[1] // {self.columns}, ({FOLD}, {self.part})"]
-        text.launch = "-(-rows * pieces // WARPS), 32 * WARPS, early=True"
-        shaped = [(array(name[one]), f"{name[one]}.reshape(rows, pieces, *cut)") for one in (*tiles, *kernel.roots)]
-        given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
-        text.arguments = [*shaped, ("rows", "rows"), ("pieces", "pieces"), *given]
-
-
-class Gathered(Folded):
-    """Rows one after the other, and sums over all rows of a block, which stay in registers until they are written, or in shared
-    memory where the map takes all registers. They lie there as they came, unordered, and so they are read again
-    (column_sums.py). Vectors are read for each row, from L1: no registers are left for them, nor for a row ahead. warps: of a
-    multiprocessor. most: levels of reductions, and results, beside which sums have registers."""
-
-    part, warps, most = 32, 16, 5
-    columns, says = FOLD * part, "are tiles of 16 parts, several of a block, which adds up their sums over rows"
-    first = "row"
-
-    @property
-    def apart(self) -> bool:
-        """Do sums lie in shared memory?"""
-        return len(self.levels()) + len(self.kernel.roots) > self.most
-
-    def extents(self) -> list[str]:
-        """See Folded."""
-        self.text.bounds = "32 * WARPS, BLOCKS"
-        warps = self.kernel.warps
-        return [f"WARPS, BLOCKS = {warps}, {self.warps // warps}  # of a block, of a multiprocessor"]
-
-    def memory(self) -> dict[str, str]:
-        """See Folded."""
-        sums = [self.parameters[x] for x in self.kernel.sums if self.apart]
-        return super().memory() | dict.fromkeys(sums, f"st({FOLD} * WARPS, {self.part}, fp32)")
-
-    def cut(self, x: str) -> str:
-        """See Folded. All tiles of a block, beyond which there must be nothing."""
-        return "WARPS * PART.cols"
-
-    def lead(self, x: Term) -> str:
-        """See Folded."""
-        return f"{self.parameters[x]}.shape[0], " if x in self.kernel.sums else super().lead(x)
-
-    def held(self, x: Term) -> str:
-        """What was added up so far, as a tile in registers."""
-        return f"load({self.parameters[x]}, SUMS)" if self.apart else self.parameters[x]
-
-    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """See Folded. What is gathered stays."""
-        if x not in self.kernel.sums:
-            return super().store(x, written, at, store)
-        name, found = self.parameters[x], f"{self.held(x)} + {self.writer.expression(x.of[0])}"
-        return [f"store({name}, {found})" if self.apart else f"{name} = {found}"]
-
-    def rounded(self, x: Term, store: str) -> str:
-        """See Writing."""
-        return "" if x in self.kernel.sums else super().rounded(x, store)
-
-    def rows(self, tiles: list[Term], body: list[str]) -> None:
-        """See Folded."""
-        text, name, sums = self.text, self.parameters, self.kernel.sums
-        text.globals.append(f"SUMS = rt({FOLD}, {self.part}, fp32)")
-        if self.apart:
-            for x in sums:
-                text.kernel.append(f"{name[x]} = subtile({name[x]}, SUMS.rows, int32(cuda.threadIdx.x // 32))")
-                text.kernel.append(f"store({name[x]}, zeros(SUMS))")
-        else:
-            text.kernel.append(f"{', '.join(name[x] for x in sums)} = {', '.join(['zeros(SUMS)'] * len(sums))}")
-        vectors = [x for x in self.kernel.leaves if along(x) and x not in tiles]
-        lines = [f"{name[t]} = {self.widened(self.loaded(t, 'row, 0, col'))}" for t in tiles]
-        lines += [f"{name[v]} = {self.loaded(v, '0, col')}" for v in vectors]
-        text.kernel += ["while row < rows:", *(f"    {line}" for line in (*lines, *body, "row += int32(cuda.gridDim.x)"))]
-        text.kernel += [f"store_unordered({array(name[x])}, {self.held(x)}, (int32(cuda.blockIdx.x), 0, col))" for x in sums]
-        text.launch = f"{name[sums[0]]}.shape[0]"

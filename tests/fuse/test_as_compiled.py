@@ -36,15 +36,28 @@ CASES = {
     ),
     "rows in registers": (operators.residual_rms_norm, (3, 264), (3, 264), (264,)),
     "rows in registers, some dropped": (operators.dropout_residual_layer_norm, *[(3, 136)] * 2, (136,), (136,), SEED),
-    "rows folded, to fp8": (operators.residual_rms_norm_quantise, (2, 1040), (2, 1040), (1040,)),
-    "rows folded": (operators.normalised_step, (2, 1040), (2, 1040), (1040,)),
-    "rows folded, to a number": (fuse.kernel(lambda x: (fuse.max(x), fuse.mean(x))), (3, 1040)),
+    "rows folded, to fp8": (operators.residual_rms_norm_quantise, (2, 1088), (2, 1088), (1088,)),
+    "rows folded": (operators.normalised_step, (2, 1088), (2, 1088), (1088,)),
+    "rows folded, to a number": (fuse.kernel(lambda x: (fuse.max(x), fuse.mean(x))), (3, 1088)),
     "rows in registers, of which one element is picked": (
         fuse.kernel(lambda x, index: fuse.log(fuse.sum(fuse.exp(x))) - fuse.pick(x, index)),
         (3, 136),
         TARGETS,
     ),
     "rows read again": (fuse.kernel(lambda x: fuse.softmax(x)), (2, 2056)),
+    "rows of a warp": (operators.residual_rms_norm, (70, 96), (70, 96), (96,)),
+    "rows of a warp, of which one element is picked": (
+        fuse.kernel(lambda x, index: fuse.log(fuse.sum(fuse.exp(x))) - fuse.pick(x, index)),
+        (3, 64),
+        TARGETS,
+    ),
+    "rows of a block, read again": (fuse.kernel(lambda x, g: fuse.softmax(x * g)), (2, 16416), (16416,)),
+    "rows of a block, of which one element is picked": (
+        fuse.kernel(lambda x, index: fuse.max(x) - fuse.pick(x, index)),
+        (3, 16416),
+        TARGETS,
+    ),
+    "in pieces, with vectors and a number a row": (fuse.kernel(lambda x, c, g: x * c + g), (3, 1024), (3, 1), (1024,)),
 }
 
 

@@ -25,13 +25,13 @@ def test_what_is_dropped(shape):
     ).tolist()
 
 
-@pytest.mark.parametrize("columns", [1024, 1040, 2048])
+@pytest.mark.parametrize("columns", [1024, 1040, 1088, 2048])
 def test_of_16_bits(columns):
-    """Their columns come unordered where rows fill their tiles, and so do draws."""
+    """Their columns come unordered, and so do draws; but not where rows are no whole lines."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape).astype(bf16.np) for shape in ((19, columns), (19, columns), (columns,), (columns,))]
     operator = operators.dropout_residual_layer_norm
-    assert ("unordered=True" in operator.source(*arrays, SEED)) == (columns % 512 == 0)
+    assert ("unordered=True" in operator.source(*arrays, SEED)) == (columns != 1040)
     compare(operator, (*arrays, SEED % 2**50), operator.run(*arrays, SEED % 2**50))
 
 

@@ -97,16 +97,21 @@ def test_the_text_is_the_kernel(columns):
         assert (mine == its).all()
 
 
-@pytest.mark.parametrize(("columns", "whole"), [(512, False), (1024, True), (1040, False), (1536, False), (4096, True)])
-def test_rows_that_fill_their_tiles(columns, whole):
-    """Nothing beyond them could be summed, so columns may come in any order; a module that is kept takes no other rows."""
+LINES = [(512, "right"), (544, "right"), (768, "lower"), (1024, ""), (1040, "right"), (1536, ""), (2880, "lower"), (4096, "")]
+
+
+@pytest.mark.parametrize(("columns", "filled"), LINES)
+def test_rows_of_whole_lines(columns, filled):
+    """Columns may come in any order; beyond a row's end lines are cut off, where tiles are not as wide as rows. Then a module
+    that is kept takes no others."""
     rng = np.random.default_rng(0)
     arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
     text = layer_norm.source(*arrays)
-    assert ("load_unordered(" in text, "right_fill(" in text) == (whole, not whole)
+    fills = [side for side in ("lower", "right") if f"{side}_fill(" in text]
+    assert "".join(fills) == filled and ("load_unordered(" in text) == (filled != "right")
     compare(layer_norm, arrays, layer_norm.run(*arrays))
     assert layer_norm.proof(*arrays).holds
-    if whole:
+    if not filled:
         space: dict = {}
         exec(text, space)
         others = [sample(rng, kind, 5, columns // 2, bf16) for kind in "xxggxx"]

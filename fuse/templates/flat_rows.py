@@ -1,0 +1,47 @@
+"""Row maps that are maps alone, of rows of whole lines: see row_map.py for the forms.
+
+element by element:   512 elements of a row that follow one another are a warp's tile"""
+
+from __future__ import annotations
+
+from ..graph import along, is_tile
+from ..module import array, one_number
+from ..terms import Term
+from .row_map_text import FOLD, FOLLOW, Folded
+
+
+class Flat(Folded):
+    """Maps alone: a warp has so many elements of a row, and nobody waits for others."""
+
+    part, warps = 32, 8
+    columns, says = FOLD * part, "are taken in pieces of 512, element by element"
+
+    def write(self) -> None:
+        """See Writing."""
+        kernel, text, name = self.kernel, self.text, self.parameters
+        tiles = [x for x in kernel.leaves if is_tile(x)]
+        vectors = [x for x in kernel.leaves if along(x) and x not in tiles]
+        numbers = [x for x in kernel.leaves if not along(x)]
+        text.globals += [f"WARPS = {kernel.warps}  # of a block"]
+        text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's, lines of a row"]
+        warp = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)"
+        text.kernel += [FOLLOW, f"row, piece = divmod({warp}, pieces)", "line = PART.rows * piece"]
+        text.kernel += [self.load(n) for n in numbers if n.ndim and not n.names[0]]
+        body = [f"{name[t]} = {self.widened(self.loaded(t, 'row, line, 0'))}" for t in tiles]
+        body += [f"{name[v]} = {self.widened(self.loaded(v, 'line, 0'))}" for v in vectors]
+        body += [self.load(n) for n in numbers if n.ndim and n.names[0]]
+        body += self.stores("row, line, 0", "store_unordered" if self.unordered else "store")
+        text.kernel += ["if row < rows:", *(f"    {line}" for line in body)]
+        x = name[tiles[0]]
+        text.before = [f"rows, lines, pieces = {x}.shape[0], {self.cut(x)}, -(-{x}.shape[1] // {self.columns})"]
+        text.launch = "-(-rows * pieces // WARPS), 32 * WARPS, early=True"
+        wide = [(one, "rows, " * (one not in vectors)) for one in (*tiles, *vectors, *kernel.roots)]
+        shaped = [(array(name[one]), f"{name[one]}.reshape({lead}*lines)") for one, lead in wide]
+        given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
+        text.arguments = [*shaped, ("rows", "rows"), ("pieces", "pieces"), *given]
+
+    def load(self, x: Term) -> str:
+        """See Writing. Of a number a row that of the warp's."""
+        if not x.names[0]:
+            return super().load(x)
+        return f"{self.parameters[x]} = {one_number(array(self.parameters[x]), 'row, 0', x.held_as(''))}"

@@ -1,0 +1,190 @@
+"""Row maps of rows too long for a block's registers, a row a block: see row_map.py for the forms.
+
+    one after the other:   tiles of 16 lines of a row's elements, which lie one behind the other in memory
+
+As many blocks run as there are rows, where sixteen rows of a block would leave most multiprocessors idle, and the rows that
+are read at a time fit L2, so that all passes but the first find them there."""
+
+from __future__ import annotations
+
+from ..graph import along, between, is_index, is_tile
+from ..module import array, one_number
+from ..terms import Term, viewed
+from .row_map_text import FOLLOW, LEAST, NOTHING, Looped
+
+ACROSS = '''
+@inlined
+def {kind}_of_row(x, parts):
+    """The {kind} of what the blocks of a row bring, each a number."""
+    if cuda.threadIdx.x < 32:
+        store(parts, zeros(rt(16, 16, fp32).row_vec) + x)
+    cluster.sync()
+    found = x
+    for other in range(1, BLOCKS):
+        brought = cluster.load(cluster.map(parts, (cluster.rank() + other) % BLOCKS), rt(16, 16, fp32).row_vec)
+        found = {joined}
+    cluster.sync()
+    return found
+'''.strip()
+JOINED = {"sum": "found + tile_sum(brought) / 16", "max": "maximum(found, tile_max(brought))"}
+
+
+class Long(Looped):
+    """A row of a block, read again and again, in tiles of `rows` lines. lines: of how many columns, where these are whole."""
+
+    rows, lines, part = 16, (64, 32), 32
+    says = "are a block's only one each, read {} times, once from memory and then from L2"
+
+    @classmethod
+    def line(cls, width: int) -> int:
+        """Columns of a line."""
+        return next(n for n in cls.lines if not width % n)
+
+    @classmethod
+    def most(cls, writes: bool) -> int:
+        """Warps of a block, if there are columns for them. writes: is one tile read, and one written?"""
+        return 16 if writes else 8
+
+    @property
+    def unordered(self) -> bool:  # type: ignore[override]
+        """May columns come as they are read? Not where somebody asks for their numbers."""
+        return self.kernel.alike and not self.places
+
+    def begin(self) -> None:
+        """See Writing."""
+        kernel, text, name = self.kernel, self.text, self.parameters
+        self.writer.names |= dict.fromkeys(self.lengths, "columns")
+        self.writer.forms["is_column"] = lambda x: "place == {} - before"
+        tiles, line = [x for x in kernel.leaves if is_tile(x)], self.line(kernel.width)
+        inside = between(kernel.roots, kernel.leaves)
+        self.picks = [x for x in self.reductions if _is_pick(x) and not any(x.of[0] in y.of for y in inside if y is not x)]
+        alone = {x.of[0] for x in self.picks}
+        self.places = any(y.operation == "is_column" for x in inside if x not in alone for y in x.of)
+        wide = [x for x in (*kernel.leaves, *kernel.roots) if along(x)]
+        numbers = [x for x in self.leaves if not along(x)]
+        self.blocks = kernel.blocks
+        several = self.blocks > 1
+        said = f"WARPS, BLOCKS = {kernel.warps}, {self.blocks}  # of a block, of a row" if several else ""
+        text.globals.append(said or f"WARPS = {kernel.warps}  # of a block")
+        text.globals.append(f"TILE = rt({self.rows}, {line}, {kernel.dtype})  # a warp's, lines of a row")
+        if self.places:
+            text.globals.append(f"PLACES = rt({self.rows}, {line}, fp32)")
+        if self.reductions:
+            parts = ", parts=sv(16, fp32)" * several
+            text.globals.append(f"smem = shared(scratch=sv({-(-4 * kernel.warps // 16) * 16}, fp32){parts})")
+            text.kernel.append(f"{'scratch, parts' if several else '(scratch,)'} = smem.open()")
+        text.kernel += [FOLLOW, f"row = int32(cuda.blockIdx.x{' // BLOCKS' * several})"]
+        for kind in sorted({x.operation for x in self.reductions}) if several else ():
+            text.helpers += [*["", ""] * bool(text.helpers), *ACROSS.format(kind=kind, joined=JOINED[kind]).splitlines()]
+        x = name[tiles[0]]
+        text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {line}, {line})"]
+        text.launch = f"rows{' * BLOCKS' * several}, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
+        text.launch += f"{', cluster=BLOCKS' * several}, early=True"
+        shaped = [(array(name[one]), f"{name[one]}.reshape({'rows, ' * is_tile(one)}*lines)") for one in wide]
+        others = [
+            (array(name[one]) if one.ndim else name[one], name[one]) for one in (*numbers, *kernel.roots) if not along(one)
+        ]
+        columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
+        asked = [x for x in between([x.of[0].of[1] for x in self.picks], kernel.leaves, with_leaves=True) if x in wide]
+        for one in asked:  # element by element
+            view = f"{name[one]}.reshape({'rows, ' * is_tile(one)}-1, 1)"
+            shaped.append((array(self.there(one)), view))
+        text.arguments = [*shaped, *others, *columns]
+
+    def there(self, x: Term) -> str:
+        """What a leaf is called at the column that is picked."""
+        return f"{self.parameters[x]}_there"
+
+    def reduce_in_a_loop(self, wanted: list[Term]) -> None:
+        """See Looped. What is picked needs no loop."""
+        for x in wanted:
+            if x in self.picks:
+                self.pick(x)
+        super().reduce_in_a_loop([x for x in wanted if x not in self.picks])
+
+    def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
+        """See Looped."""
+        for x in rest:
+            if x in self.picks:
+                self.pick(x)
+        super().reduce_as_softmax(greatest, total, [x for x in rest if x not in self.picks])
+
+    def pick(self, x: Term) -> None:
+        """The lines that compute the element that an index picks, 0 where there is none."""
+        index, inner = self.writer.expression(x.of[0].of[0].of[0]), x.of[0].of[1]
+        needed = [y for y in between([inner], [*self.kernel.leaves, *self.writer.names], with_leaves=True) if along(y)]
+        before, lines = dict(self.writer.names), list[str]()
+        for y in (y for y in needed if y in self.kernel.leaves):
+            self.writer.names[y] = self.there(y)
+            at = f"{'row, ' * is_tile(y)}{index}, 0"
+            lines.append(f"    {self.there(y)} = {one_number(array(self.there(y)), at, viewed(y).held_as(self.kernel.held))}")
+        written, self.writer.names = self.writer.expression(inner), before
+        name = self.named(x)
+        self.text.kernel += [f"{name} = {self.nothing('sum')}", f"if 0 <= {index} < TILE.cols * lines:"]
+        self.text.kernel += [*lines, f"    {name} = float32({written})"]
+
+    def width(self, needed: bool) -> None:
+        """The line that says how many lines there are."""
+        wide = next(x for x in self.kernel.leaves if is_tile(x))
+        self.text.kernel.append(f"lines = {array(self.parameters[wide])}.shape[1]")
+
+    def nothing(self, kind: str) -> str:
+        """See Looped. A number."""
+        return f"float32({LEAST if kind == LEAST else NOTHING[kind][1]})"
+
+    def folded(self, x: Term, fold: str = "tile") -> str:
+        """See Writing."""
+        written = self.writer.expression(x.of[0])
+        if self.kernel.filled(x):
+            written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
+        return f"tile_{x.operation}({written})"
+
+    def load(self, x: Term) -> str:
+        """See Writing."""
+        name = self.parameters[x]
+        if along(x):
+            read = "load_unordered" if self.unordered else "load"
+            read = f"{read}({array(name)}, TILE, ({'row, ' * is_tile(x)}line, 0))"
+            return f"{name} = {read if self.kernel.dtype == 'fp32' else f'fp32({read})'}"
+        if is_index(x):
+            return f"{name} = {array(name)}[row]"
+        return f"{name} = {one_number(array(name), 'row, 0', x.held_as(''))}" if x.names[0] else super().load(x)
+
+    def stores(self, at: str = "row, line, 0", store: str = "") -> list[str]:
+        """See Writing."""
+        return super().stores(at, "store_unordered" if self.unordered else "store")
+
+    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
+        """See Writing. Of one number a row: into 16 bits the first of a vector goes, of which the row has no more."""
+        if is_tile(x):
+            return super().store(x, written, at, store)
+        if x.held_as(self.kernel.held) == "float32":
+            return ["if first == 0:", f"    {array(self.parameters[x])}[row, 0] = {written}"]
+        vector = f"zeros(rt(16, 16, fp32).col_vec) + ({written})"
+        return ["if first == 0:", f"    store({array(self.parameters[x])}, {vector}, (row, 0), cols=1)"]
+
+    def loop(self, body: list[str]) -> None:
+        """See Looped."""
+        step = f"TILE.rows * WARPS{' * BLOCKS' * (self.blocks > 1)}"
+        self.text.kernel += [f"for line in range(first, lines, {step}):", *(f"    {one}" for one in body)]
+
+    def together(self, kind: str, x: str) -> str:
+        """See Looped. Of all blocks of a row."""
+        found = super().together(kind, x)
+        return f"{kind}_of_row({found}, parts)" if self.blocks > 1 else found
+
+    @property
+    def first(self) -> str:  # type: ignore[override]
+        """See Looped."""
+        if self.blocks > 1:
+            return "TILE.rows * int32(WARPS * cluster.rank() + cuda.threadIdx.x // 32)"
+        return "TILE.rows * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
+
+    place = "before, place = TILE.cols * (row_index(PLACES.col_vec) + line), col_index(PLACES.row_vec)"
+
+
+def _is_pick(x: Term) -> bool:
+    """Is it the sum of one element of a row, that at a column?"""
+    if x.operation != "sum" or x.of[0].operation != "where" or x.of[0].of[0].operation != "is_column":
+        return False
+    return x.of[0].of[2].operation == "number" and x.of[0].of[2].what == 0
