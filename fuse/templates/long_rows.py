@@ -174,7 +174,7 @@ class Long(Looped):
         return f"{kind}_of_row({found}, parts)" if self.blocks > 1 else found
 
     @property
-    def first(self) -> str:  # type: ignore[override]
+    def first(self) -> str:
         """See Looped."""
         if self.blocks > 1:
             return "TILE.rows * int32(WARPS * cluster.rank() + cuda.threadIdx.x // 32)"
