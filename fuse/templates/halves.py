@@ -25,14 +25,15 @@ from ..module import Text, array, unused
 from ..terms import Term
 from ..writing import Writer
 from .row_map import SIXTEEN
-from .row_map_text import FOLLOW, REGISTERS
+from .row_map_text import FOLLOW, resident
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ROWS, WARPS, MOST_BLOCKS = 16, 2, 12  # of a warp's tile; of a block; of a multiprocessor
 WORKED, MORE = 48, 32  # registers of a lane besides those that hold what is read; more for exchanges, and on other cards
-COLUMNS = 32, 64  # of a warp's tile: the former for maps alone, else as many as a half has, or the most
+COLUMNS = 32, 64  # of a warp's tile: the former for maps of few tiles, else as many as a half has, or the most
+MUCH = 6  # tiles that are read, as of whole angles
 MOST_COLUMNS = 128  # of a half, where there are sums
 Sums = dict[Term, tuple[Term, ...]]
 COUNTED = "rest", "band", "piece", "col", "width", "columns", "batches", "heads", "pieces"  # the kernel's own names
@@ -108,14 +109,15 @@ class Halves:
     @property
     def columns(self) -> int:
         """Of a warp's tile."""
-        return next((n for n in COLUMNS if n >= self.width), COLUMNS[-1]) if self.sums else COLUMNS[0]
+        much = len(self.read) >= MUCH and self.width >= COLUMNS[-1]
+        return next((n for n in COLUMNS if n >= self.width), COLUMNS[-1]) if self.sums or much else COLUMNS[0]
 
     @property
     def blocks(self) -> int:
         """Of a multiprocessor: as many as there are registers for, where maps alone are done."""
         tiles, held = sum(x.ndim > 0 for x in self.read), ROWS * self.columns // 32
         lane = WORKED + MORE * (not self.wgmma or not self.unordered) + tiles * (held // 2 if self.unordered else held)
-        return 1 if self.sums else max(1, min(MOST_BLOCKS, REGISTERS // lane // WARPS))
+        return 1 if self.sums else max(1, min(MOST_BLOCKS, resident(lane) // WARPS))
 
     @property
     def looped(self) -> bool:
