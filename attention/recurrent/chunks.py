@@ -15,7 +15,7 @@ from tiles.lengths import follows
 from tiles.program import Step
 from tiles.schema import Problem
 
-from .kernels import chunk_ampere, chunk_hopper, gla_hopper, heads_hopper
+from .kernels import chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, heads_hopper, starts
 from .kernels.gates import ByHead, BySteps, ByToken, Gate
 from .kernels.results import Normalizer, Outputs, Result, States
 from .rules import DTYPES, padded, varlen
@@ -23,6 +23,9 @@ from .rules import DTYPES, padded, varlen
 TWICE = 1.6  # what two passes cost: one reads everything, the other keys and values
 STATE = 1.5  # chunks that could be walked while the state of one segment is added up
 LEAST = 8  # chunks of a segment
+SHORTEST = 4  # the same, where a launch of its own finds the states before segments
+LAUNCHES = 4  # chunks that could be walked while two more launches begin
+AGAIN, ADDED = 0.6, 0.2  # of decays by channel: see in_launches
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 LEFT = """
@@ -51,6 +54,30 @@ def segments(items: int, chunks: int, places: int) -> int:
         return math.ceil(items * parts / places) * walked
 
     return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
+
+
+@follows
+@functools.lru_cache(1024)
+def in_launches(items: int, chunks: int, places: int, again: float, added: float) -> int:
+    """The same where a launch of its own finds the states before segments: the pass before it takes `again` of the time of the
+    last one, and it as long as `added` chunks a segment."""
+
+    def time(parts):
+        walked = -(-chunks // parts) * math.ceil(items * parts / places)
+        return walked if parts == 1 else walked * (1 + again) + LAUNCHES + parts * added
+
+    return min(range(1, max(1, min(chunks // SHORTEST, places)) + 1), key=time)
+
+
+class Scratches:
+    """The scratch memory of a plan: called with a shape it gives an array more, of float32."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.every = problem, []
+
+    def __call__(self, *shape: int) -> Operand:
+        self.every.append((shape, "float32"))
+        return self.problem.scratch(len(self.every) - 1, *self.every[-1])
 
 
 def by_token(
@@ -222,20 +249,42 @@ def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width
     )
 
 
-def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
-    """The launch for decays of channels; arrays: those of gla_hopper.py."""
-    length, heads, key_heads, key_dim, columns, sequences = problem("SHGKVN")
-    width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
-    consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
-    gates = DTYPES[problem.forms["decay"].dtype]
-    config = one(gla_hopper.Config, key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))
-    blocks = width // consumers
-    return kernel_for(gla_hopper, config, problem.device).bind(
-        sequences * heads * blocks,
-        length=length,
-        blocks=blocks,
-        heads=heads,
-        group=heads // key_heads,
-        scale=scale,
-        **arrays,
-    )
+def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], Scratch]:
+    """The launches for decays of channels, and the scratch memory between them; arrays: those of gla_hopper.py."""
+    batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
+    width, padded_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
+    consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE else 1
+    blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
+    parts = in_launches(sequences * heads * blocks, chunks, machine(problem.device).processors, AGAIN, ADDED)
+    sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], varlen(problem)
+    steps, scratch = [], Scratches(problem)
+
+    def launch(module, begun: int, **given) -> Step:
+        return kernel_for(module, one(module.Config, *sizes), problem.device).bind(
+            sequences * heads * blocks * begun,
+            length=length,
+            blocks=blocks,
+            segments=parts,
+            heads=heads,
+            group=heads // key_heads,
+            **given,
+        )
+
+    if parts > 1:
+        local = scratch(sequences, heads, parts - 1, columns, key_dim)
+        total = scratch(sequences, heads, parts - 1, key_dim)
+        begins = scratch(sequences * parts, heads, columns, key_dim)
+        of_keys = {name: arrays[name] for name in ("gK", "gV", "gGates", "gEnds")}
+        steps.append(launch(gla_states_hopper, parts - 1, walked=parts - 1, gLocal=local, gTotal=total, **of_keys))
+        steps.append(before_segments(problem, parts, columns, gLocal=local, gTotal=total, gStart=arrays["gStart"], gStarts=begins))
+        arrays = arrays | {"gStart": begins}
+    return [*steps, launch(gla_hopper, parts, scale=scale, **arrays)], scratch.every
+
+
+def before_segments(problem: Problem, parts: int, columns: int, **arrays: Operand | None) -> Step:
+    """The launch that finds the states before segments."""
+    rows, cols = -(-columns // starts.TILE.rows), -(-problem.extents["K"] // starts.TILE.cols)
+    sequences, heads = problem("NH")
+    grid = sequences * heads * rows * cols
+    kernel = kernel_for(starts, one(starts.Config), problem.device)
+    return kernel.bind(grid, heads=heads, segments=parts, rows=rows, cols=cols, **arrays)

@@ -40,7 +40,7 @@ from .tokens import CHUNK, COLUMNS, Sequences
 from .transposed_state import TransposedState
 
 REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
-STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
+STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks that the solver and the weigher may be ahead
 VECTORS = 8  # chunks whose gates are kept: two for each warp that sums up
 LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
@@ -89,7 +89,7 @@ class Config:
 
 SCORES = rt(16, CHUNK, fp32)
 ROWS, ALONG = SCORES.col_vec, SCORES.row_vec
-SIZES = tuple(itertools.product(STAGES, REGISTERS))  # padded key dim, consumers
+SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
