@@ -7,6 +7,7 @@ There is one, or two where few long sequences are cut into segments, and one bef
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from tiles.arrays import Operand
 from tiles.device import machine
@@ -25,7 +26,6 @@ STATE = 1.5  # chunks that could be walked while the state of one segment is add
 LEAST = 8  # chunks of a segment
 SHORTEST = 4  # the same, where a launch of its own finds the states before segments
 LAUNCHES = 4  # chunks that could be walked while two more launches begin
-AGAIN, ADDED = 0.6, 0.2  # of decays by channel: see in_launches
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 LEFT = """
@@ -56,17 +56,37 @@ def segments(items: int, chunks: int, places: int) -> int:
     return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
 
 
+class Costs(NamedTuple):
+    """What takes how long in the kernels of a member whose segments begin with states that a launch of its own finds; in units
+    of the time of a chunk of the last pass, with one consumer a block. both: a chunk with two consumers. again: a chunk of the
+    pass before. added: what it takes to go on from the state before one segment to the next."""
+
+    both: float
+    again: float
+    added: float
+
+
 @follows
 @functools.lru_cache(1024)
-def in_launches(items: int, chunks: int, places: int, again: float, added: float) -> int:
-    """The same where a launch of its own finds the states before segments: the pass before it takes `again` of the time of the
-    last one, and it as long as `added` chunks a segment."""
+def in_launches(items: int, width: int, before: int, chunks: int, places: int, costs: Costs) -> int:
+    """The same where a launch of its own finds the states before segments: of `items` sequences and heads, states of `width`
+    blocks of columns; the pass before has `before` blocks of columns."""
+
+    def rounds(blocks, width):
+        if blocks * width <= places:
+            return 1
+        return math.ceil(blocks * -(-width // 2) / places) * costs.both
 
     def time(parts):
-        walked = -(-chunks // parts) * math.ceil(items * parts / places)
-        return walked if parts == 1 else walked * (1 + again) + LAUNCHES + parts * added
+        last, walked = rounds(items * parts, width), -(-chunks // parts)
+        if parts == 1:
+            return last * walked
+        return (last + costs.again * rounds(items * parts, before)) * walked + LAUNCHES + parts * costs.added
 
     return min(range(1, max(1, min(chunks // SHORTEST, places)) + 1), key=time)
+
+
+BY_CHANNEL = Costs(both=1, again=0.6, added=0.2)
 
 
 class Scratches:
@@ -255,7 +275,7 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Ste
     width, padded_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
     consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE else 1
     blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
-    parts = in_launches(sequences * heads * blocks, chunks, machine(problem.device).processors, AGAIN, ADDED)
+    parts = in_launches(sequences * heads, blocks, blocks, chunks, machine(problem.device).processors, BY_CHANNEL)
     sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], varlen(problem)
     steps, scratch = [], Scratches(problem)
 
