@@ -21,11 +21,8 @@ from .kernels.gates import ByHead, BySteps, ByToken, Gate
 from .kernels.results import Normalizer, Outputs, Result, States
 from .rules import DTYPES, padded, varlen
 
-TWICE = 1.6  # what two passes cost: one reads everything, the other keys and values
-STATE = 1.5  # chunks that could be walked while the state of one segment is added up
-LEAST = 8  # chunks of a segment
-SHORTEST = 4  # the same, where a launch of its own finds the states before segments
-LAUNCHES = 4  # chunks that could be walked while two more launches begin
+LEAST = 8  # chunks of a segment of attention.parallel's, beside which others run
+SHORTEST = 4  # chunks of a segment of one GPU's
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 LEFT = """
@@ -43,34 +40,23 @@ def one(kind, *fields):
     return kind(*fields)
 
 
-@follows
-@functools.lru_cache(1024)
-def segments(items: int, chunks: int, places: int) -> int:
-    """Into how many segments to cut each sequence so that all are done soonest: there are `items` sequences of so many chunks,
-    counted by head and block of columns, and the GPU runs `places` thread blocks at once."""
-
-    def time(parts):
-        walked = chunks / parts * (1 if parts == 1 else TWICE) + (parts - 1) * STATE
-        return math.ceil(items * parts / places) * walked
-
-    return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
-
-
 class Costs(NamedTuple):
-    """What takes how long in the kernels of a member whose segments begin with states that a launch of its own finds; in units
-    of the time of a chunk of the last pass, with one consumer a block. both: a chunk with two consumers. again: a chunk of the
-    pass before. added: what it takes to go on from the state before one segment to the next."""
+    """What takes how long in a member's kernels, in units of the time of a chunk of the last pass with one consumer a block.
+    both: a chunk with two consumers. again: a chunk of the pass before. added: what it takes to go on from the state before one
+    segment to that before the next. launches: two more."""
 
     both: float
     again: float
     added: float
+    launches: float
 
 
 @follows
 @functools.lru_cache(1024)
 def in_launches(items: int, width: int, before: int, chunks: int, places: int, costs: Costs) -> int:
-    """The same where a launch of its own finds the states before segments: of `items` sequences and heads, states of `width`
-    blocks of columns; the pass before has `before` blocks of columns."""
+    """Into how many segments to cut each sequence so that all are done soonest: there are `items` sequences of so many chunks,
+    counted by head, their states are `width` blocks of columns wide, `before` in the pass before, and the GPU runs `places`
+    thread blocks at once."""
 
     def rounds(blocks, width):
         if blocks * width <= places:
@@ -81,12 +67,13 @@ def in_launches(items: int, width: int, before: int, chunks: int, places: int, c
         last, walked = rounds(items * parts, width), -(-chunks // parts)
         if parts == 1:
             return last * walked
-        return (last + costs.again * rounds(items * parts, before)) * walked + LAUNCHES + parts * costs.added
+        return (last + costs.again * rounds(items * parts, before)) * walked + costs.launches + parts * costs.added
 
     return min(range(1, max(1, min(chunks // SHORTEST, places)) + 1), key=time)
 
 
-BY_CHANNEL = Costs(both=1, again=0.6, added=0.2)
+BY_CHANNEL = Costs(both=1, again=0.6, added=0.1, launches=2)
+BY_TOKEN = Costs(both=1, again=0.6, added=0.2, launches=6)
 
 
 class Scratches:
@@ -125,26 +112,26 @@ def by_token(
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocal", "gTotal")}
     if parts == 1 and not piece and heads_hopper.serves(main, group * width):
         return [_of_heads(problem, main, arrays, width)], []
-    scratch: Scratch = []
-    steps: list[Step] = []
-
-    def scratched(*shape: int) -> Operand:
-        scratch.append((shape, "float32"))
-        return problem.scratch(len(scratch) - 1, *scratch[-1])
+    scratched, steps = Scratches(problem), []
 
     def launch(config, width: int, segments: int, walked: int, given: Arrays) -> Step:
         return _of_chunks(problem, config, width, segments, walked, given, scale, piece)
 
     if parts > 1 and not local:
         steps.append(_alone(problem, arrays, piece, softplus, parts, parts - 1, scratched))
+    first = arrays.get("gStart")
+    if parts > 1:
+        left = {name: arrays.pop(name) for name in ("gLocal", "gTotal")}
+        begins = scratched(sequences * parts, heads, columns, problem.extents["K"])
+        steps.append(before_segments(problem, parts, columns, False, gStart=first, gStarts=begins, **left))
     if normalizer is not None:
         divisor = scratched(batch, length, heads)
         start, end = normalizer["gStart"], normalizer["gState"]
         rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
         steps.append(launch(_config(problem, gate, one(Normalizer), piece, 1), 1, 1, 1, arrays | rows))
         arrays["gDivisor"] = divisor
-    steps.append(launch(main, width, parts, parts, arrays))
-    return steps, scratch
+    steps.append(launch(main, width, parts, parts, arrays | {"gStart": begins if parts > 1 else first}))
+    return steps, scratched.every
 
 
 def of_segments(problem: Problem, arrays: Arrays, piece: int = 0, softplus: bool = False) -> tuple[list[Step], Scratch]:
@@ -152,15 +139,10 @@ def of_segments(problem: Problem, arrays: Arrays, piece: int = 0, softplus: bool
     arrays of scratch memory, (sequence, head, segment, columns, Dk) and (.., segment, 1). There are as many segments as
     by_token would cut, and at least one."""
     arrays = _as_kernels_have_them(problem, arrays, bool(piece))
-    scratch: Scratch = []
-
-    def scratched(*shape: int) -> Operand:
-        scratch.append((shape, "float32"))
-        return problem.scratch(len(scratch) - 1, *scratch[-1])
-
+    scratched = Scratches(problem)
     width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
     parts = _parts(problem, _config(problem, _gate(arrays, softplus), one(Outputs), piece, width), width)
-    return [_alone(problem, arrays, piece, softplus, parts, parts, scratched)], scratch
+    return [_alone(problem, arrays, piece, softplus, parts, parts, scratched)], scratched.every
 
 
 def _alone(
@@ -249,7 +231,8 @@ def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
         return 1
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
-    return segments(sequences * heads * width // config.consumers, chunks, config.resident * machine(problem.device).processors)
+    places = config.resident * machine(problem.device).processors
+    return in_launches(sequences * heads * width // config.consumers, 1, 1, chunks, places, BY_TOKEN)
 
 
 def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
@@ -296,15 +279,17 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Ste
         begins = scratch(sequences * parts, heads, columns, key_dim)
         of_keys = {name: arrays[name] for name in ("gK", "gV", "gGates", "gEnds")}
         steps.append(launch(gla_states_hopper, parts - 1, walked=parts - 1, gLocal=local, gTotal=total, **of_keys))
-        steps.append(before_segments(problem, parts, columns, gLocal=local, gTotal=total, gStart=arrays["gStart"], gStarts=begins))
+        steps.append(
+            before_segments(problem, parts, columns, True, gLocal=local, gTotal=total, gStart=arrays["gStart"], gStarts=begins)
+        )
         arrays = arrays | {"gStart": begins}
     return [*steps, launch(gla_hopper, parts, scale=scale, **arrays)], scratch.every
 
 
-def before_segments(problem: Problem, parts: int, columns: int, **arrays: Operand | None) -> Step:
+def before_segments(problem: Problem, parts: int, columns: int, channels: bool, **arrays: Operand | None) -> Step:
     """The launch that finds the states before segments."""
     rows, cols = -(-columns // starts.TILE.rows), -(-problem.extents["K"] // starts.TILE.cols)
     sequences, heads = problem("NH")
     grid = sequences * heads * rows * cols
-    kernel = kernel_for(starts, one(starts.Config), problem.device)
+    kernel = kernel_for(starts, one(starts.Config, channels), problem.device)
     return kernel.bind(grid, heads=heads, segments=parts, rows=rows, cols=cols, **arrays)

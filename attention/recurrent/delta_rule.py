@@ -57,8 +57,9 @@ DELTA_STATES = Schema(
 )
 
 
-TOKENS = chunks.Costs(both=1.45, again=0.9, added=0.8)  # of decays that are one number a token
-CHANNELS = chunks.Costs(both=1.2, again=0.9, added=0.4)
+# The kernel, that of the pass before it, and what they cost, where decays are one number a token, and one a channel.
+BY_TOKEN = delta_hopper, delta_states_hopper, chunks.Costs(both=1.45, again=0.9, added=0.8, launches=3)
+BY_CHANNEL = kda_hopper, kda_states_hopper, chunks.Costs(both=1.2, again=0.9, added=0.4, launches=2)
 
 
 @by_other_names
@@ -169,7 +170,7 @@ def _in_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float)
     """The launches of Hopper's kernels, and the scratch memory between them: one, or where few sequences are cut into segments
     one that finds what these do to a state, another for the states before them, and one that goes on from these."""
     batch, length, heads, key_dim, columns, sequences = problem("BSHKVN")
-    module, before, costs = (kda_hopper, kda_states_hopper, CHANNELS) if by_channel else (delta_hopper, delta_states_hopper, TOKENS)
+    module, before, costs = BY_CHANNEL if by_channel else BY_TOKEN
     width, both = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     parts, scratch, steps = 1, chunks.Scratches(problem), []
     if key_dim <= max(maps_hopper.KEY_DIMS):

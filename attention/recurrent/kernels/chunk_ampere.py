@@ -32,7 +32,6 @@ from ops import (
     silu,
     store,
     subtile,
-    tile_min,
     transpose,
     truncate,
     warpgroup,
@@ -108,7 +107,6 @@ def make(config: Config):
     INPUT, STATE, OUT = config.dtype, rt(SHARE, config.key_dim, fp32), rt(CHUNK, SHARE, fp32)
     SQUARE, TRANSPOSED, STAGES = rt(SHARE, SHARE, fp32), rt(SHARE, CHUNK, INPUT), config.stages
     PIECE, gate, result = config.piece, config.gate, config.result
-    SEGMENTS = config.segmented and result.outputs and result.values  # may it go on from earlier segments?
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
     BEHIND = (3 if result.silu else 2) * NEWER  # and so many groups than its queries
     sequences = Sequences(config.varlen)
@@ -168,10 +166,7 @@ def make(config: Config):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
         fill(q, v, z, gQ, gV, gZ, 0, n, batch, first, key_head, head, col)
         k.fill(STAGES - 1, gK, (batch, first + CHUNK * (STAGES - 1), key_head, 0), 1, 3, n, PIECE)
-        s_t = load(gStart, STATE, (sequence, head, own, 0), aligned=False)
-        for i in range(segment if SEGMENTS else 0):
-            total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
-            s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0), aligned=False)
+        s_t = load(gStart, STATE, (sequence * segments + segment, head, own, 0), aligned=False)
         rate, bias = gate.rate_and_bias(gRate, gBias, head)
         d = load(gSkip, OUT.row_vec, (head, own), aligned=False) if result.skip else 0.0
         so_far, g = float32(0), gate.fetch(gGates, batch, first, end, head)
@@ -210,7 +205,7 @@ def make(config: Config):
             together.sync()
             k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, PIECE)
         if result.outputs:
-            if segment == (segments - 1 if SEGMENTS else 0):
+            if segment == segments - 1:
                 store(gState, s_t, (sequence, head, own, 0), aligned=False)
         else:
             store(gLocal, s_t, (sequence, head, segment, own, 0), aligned=False)

@@ -85,8 +85,8 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3), gStart: array(4),
-        gState: array(4), gSkipped: array(3), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT, group: INT,
-        values: INT,
+        gState: array(4), gSkipped: array(3), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT,
+        group: INT, values: INT,
     ):  # fmt: skip
         """The state after each of `walked` of the `segments` of a sequence; values: how many columns have some. `group` value
         heads, of `blocks` blocks of columns each, share a key head."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, load_row, store, subtile, warpgroup, zeros
+from ops import divmod, exp2, load, store, subtile, warpgroup, zeros
 from tiles import fp32, ring, rt, shared
 from tiles.arguments import ENDS, INT, array, tiled
 

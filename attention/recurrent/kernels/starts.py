@@ -1,6 +1,6 @@
-"""The state before each segment of a sequence, where every channel of a key decays by itself: those before it, added up.
+"""The state before each segment of a sequence of linear attention: what those before it leave, added up.
 
-    S_0 = the sequence's first        S_(p+1) = diag(exp2(total_p)) S_p + local_p
+    S_0 = the sequence's first        S_(p+1) = exp2(total_p) S_p + local_p        total: a number, or one a channel of the keys
 
 A warp adds up one tile of a head's state, transposed, as if segments were tokens. Nothing but their number takes time, so what
 several segments left is on its way at once."""
@@ -13,7 +13,7 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, exp2, load, store
-from tiles import fp32, rt
+from tiles import fp32, inlined, rt
 from tiles.arguments import INT, array
 from tiles.layout import LANES
 
@@ -23,23 +23,32 @@ AT_ONCE = 4  # segments
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: there is one."""
+    """Of the kernel: does every channel decay by itself?"""
 
+    channels: bool
     threads = LANES
 
     def __str__(self):
-        return "starts"
+        return f"starts{', decays of channels' * self.channels}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
-    yield Config()
+    yield from (Config(False), Config(True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ALONG = TILE.row_vec
+    CHANNELS, ALONG = config.channels, TILE.row_vec
+
+    @inlined
+    def kept(gTotal, number, head, n, col):
+        """What segment n multiplies a state with."""
+        if CHANNELS:
+            return exp2(load(gTotal, ALONG, (number, head, n, col)))
+        else:
+            return exp2(gTotal[number, head, n, 0])
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def add_up(
@@ -55,20 +64,20 @@ def make(config: Config):
         store(gStarts, state, (number * segments, head, row, col))
         for n in range(0, last, AT_ONCE):
             a, b, c, d = n, min(int32(n + 1), last - 1), min(int32(n + 2), last - 1), min(int32(n + 3), last - 1)
-            local_a, total_a = load(gLocal, TILE, (number, head, a, row, col)), load(gTotal, ALONG, (number, head, a, col))
-            local_b, total_b = load(gLocal, TILE, (number, head, b, row, col)), load(gTotal, ALONG, (number, head, b, col))
-            local_c, total_c = load(gLocal, TILE, (number, head, c, row, col)), load(gTotal, ALONG, (number, head, c, col))
-            local_d, total_d = load(gLocal, TILE, (number, head, d, row, col)), load(gTotal, ALONG, (number, head, d, col))
-            state = state * exp2(total_a) + local_a
+            local_a, kept_a = load(gLocal, TILE, (number, head, a, row, col)), kept(gTotal, number, head, a, col)
+            local_b, kept_b = load(gLocal, TILE, (number, head, b, row, col)), kept(gTotal, number, head, b, col)
+            local_c, kept_c = load(gLocal, TILE, (number, head, c, row, col)), kept(gTotal, number, head, c, col)
+            local_d, kept_d = load(gLocal, TILE, (number, head, d, row, col)), kept(gTotal, number, head, d, col)
+            state = state * kept_a + local_a
             store(gStarts, state, (number * segments + n + 1, head, row, col))
             if n + 2 <= last:
-                state = state * exp2(total_b) + local_b
+                state = state * kept_b + local_b
                 store(gStarts, state, (number * segments + n + 2, head, row, col))
             if n + 3 <= last:
-                state = state * exp2(total_c) + local_c
+                state = state * kept_c + local_c
                 store(gStarts, state, (number * segments + n + 3, head, row, col))
             if n + 4 <= last:
-                state = state * exp2(total_d) + local_d
+                state = state * kept_d + local_d
                 store(gStarts, state, (number * segments + n + 4, head, row, col))
 
     return add_up, None
