@@ -80,7 +80,8 @@ class Scratches:
     """The scratch memory of a plan: called with a shape it gives an array more, of float32."""
 
     def __init__(self, problem: Problem):
-        self.problem, self.every = problem, []
+        self.problem = problem
+        self.every: Scratch = []
 
     def __call__(self, *shape: int) -> Operand:
         self.every.append((shape, "float32"))
@@ -274,14 +275,12 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Ste
         )
 
     if parts > 1:
-        local = scratch(sequences, heads, parts - 1, columns, key_dim)
-        total = scratch(sequences, heads, parts - 1, key_dim)
+        left = {"gLocal": scratch(sequences, heads, parts - 1, columns, key_dim)}
+        left["gTotal"] = scratch(sequences, heads, parts - 1, key_dim)
         begins = scratch(sequences * parts, heads, columns, key_dim)
         of_keys = {name: arrays[name] for name in ("gK", "gV", "gGates", "gEnds")}
-        steps.append(launch(gla_states_hopper, parts - 1, walked=parts - 1, gLocal=local, gTotal=total, **of_keys))
-        steps.append(
-            before_segments(problem, parts, columns, True, gLocal=local, gTotal=total, gStart=arrays["gStart"], gStarts=begins)
-        )
+        steps.append(launch(gla_states_hopper, parts - 1, walked=parts - 1, **left, **of_keys))
+        steps.append(before_segments(problem, parts, columns, True, gStart=arrays["gStart"], gStarts=begins, **left))
         arrays = arrays | {"gStart": begins}
     return [*steps, launch(gla_hopper, parts, scale=scale, **arrays)], scratch.every
 

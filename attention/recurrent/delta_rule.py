@@ -85,8 +85,9 @@ def delta_rule(
         S = exp(decay_t) S;  u_t = beta_t (v_t - S^T k_t);  S = S + k_t u_t^T;  o_t = scale S^T q_t
 
     q, k: (B, S, Hk, Dk). v, out: (B, S, H, Dv). beta: (B, S, H). For layout="bhsd" sequence and head are swapped. bfloat16
-    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; Dk up to 128 is fast. Hk divides H, and
-    value head h reads key head h // (H // Hk). Any lengths. It is stable where beta |k|^2 is between 0 and 2.
+    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; with decays of channels Dk above 128 is
+    slow. Hk divides H, and value head h reads key head h // (H // Hk). Any lengths. It is stable where beta |k|^2 is between 0
+    and 2.
 
     decay: logarithms, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
     each token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, 0 by default. out:
@@ -99,9 +100,10 @@ def delta_rule(
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
-    On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply. Other GPUs, addresses and strides
-    that are not multiples of 16 bytes, and Dk above 128 are served token by token: correct, and slow. With decays of
-    channels, a chunk by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, is slow, too.
+    On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply, and few long sequences of Dk up to
+    128 into segments of chunks, which are walked at the same time. Other GPUs, addresses and strides that are not multiples of
+    16 bytes, and Dk above 128 with decays of channels are served token by token: correct, and slow. With decays of channels, a
+    chunk by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, is slow, too.
 
     Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
     has flash-linear-attention's names next to these."""
@@ -160,7 +162,7 @@ def _states(problem: Problem, family: str | None) -> Plan:
         return Plan([])
     if choose(problem, family) == "sm_90" and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
         arrays |= {"gGates": problem["decay"], "gSkipped": problem["skipped"]}
-        return Plan([_in_chunks(problem, arrays, columns, delta_states_hopper, 1, walked=1, values=0)])
+        return Plan([_in_chunks(problem, arrays, columns, delta_states_hopper, 1, segments=1, walked=1, values=0)])
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the loop over tokens writes, and nobody reads
     arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
     return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])
@@ -177,11 +179,12 @@ def _in_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float)
         places, each = machine(problem.device).processors, length * batch // sequences // CHUNK
         parts = chunks.in_launches(sequences * heads, width, both, each, places, costs)
     if parts > 1:
-        left = scratch(sequences * (parts - 1), heads, key_dim, columns + key_dim)
+        walked = parts - 1
+        left = scratch(sequences * walked, heads, key_dim, columns + key_dim)
         begins = scratch(sequences * parts, heads, key_dim, columns)
         given = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gStart")} | {"gState": left}
-        told = {"segments": parts, "walked": parts - 1, "values": columns, "mapped": True}
-        steps.append(_in_chunks(problem, given, columns + key_dim, before, parts - 1, **told))
+        whole = columns + key_dim
+        steps.append(_in_chunks(problem, given, whole, before, walked, True, segments=parts, walked=walked, values=columns))
         config = maps_hopper.Config(padded(key_dim, maps_hopper.KEY_DIMS))
         steps.append(
             kernel_for(maps_hopper, config, problem.device).bind(
