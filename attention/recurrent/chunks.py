@@ -23,6 +23,7 @@ from .rules import DTYPES, padded, varlen
 
 LEAST = 8  # chunks of a segment of attention.parallel's, beside which others run
 SHORTEST = 4  # chunks of a segment of one GPU's
+BLOCK = 1.5  # chunks that could be walked while a thread block begins and ends
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 LEFT = """
@@ -64,7 +65,7 @@ def in_launches(items: int, width: int, before: int, chunks: int, places: int, c
         return math.ceil(blocks * -(-width // 2) / places) * costs.both
 
     def time(parts):
-        last, walked = rounds(items * parts, width), -(-chunks // parts)
+        last, walked = rounds(items * parts, width), -(-chunks // parts) + BLOCK
         if parts == 1:
             return last * walked
         return (last + costs.again * rounds(items * parts, before)) * walked + costs.launches + parts * costs.added
