@@ -76,7 +76,7 @@ def make(config: Config):
                 warpgroup.release_registers(loads)
             part = int32(me - 1)
             for p in range(last):
-                m = warpgroup.load(gLeft, STATE, (first + p, head, ROWS * part, values))
+                m = warpgroup.load(gLeft, STATE, (first + p, head, ROWS * part, values), aligned=True)
                 rounded, upper, lower = bf16(m), high.claim(p), low.claim(p)
                 warpgroup.store(subtile(upper, ROWS, part), rounded)
                 warpgroup.store(subtile(lower, ROWS, part), m - fp32(rounded))

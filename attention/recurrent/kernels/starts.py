@@ -17,7 +17,7 @@ from tiles import fp32, inlined, rt
 from tiles.arguments import INT, array
 from tiles.layout import LANES
 
-TILE = rt(16, 32, fp32)
+TILE = rt(16, 16, fp32)
 AT_ONCE = 4  # segments
 
 
@@ -61,23 +61,23 @@ def make(config: Config):
         row, col = divmod(tile, cols)
         row, col, last = int32(TILE.rows * row), int32(TILE.cols * col), int32(segments - 1)
         state = load(gStart, TILE, (number, head, row, col))
-        store(gStarts, state, (number * segments, head, row, col))
+        store(gStarts, state, (number * segments, head, row, col), aligned=True)
         for n in range(0, last, AT_ONCE):
             a, b, c, d = n, min(int32(n + 1), last - 1), min(int32(n + 2), last - 1), min(int32(n + 3), last - 1)
-            local_a, kept_a = load(gLocal, TILE, (number, head, a, row, col)), kept(gTotal, number, head, a, col)
-            local_b, kept_b = load(gLocal, TILE, (number, head, b, row, col)), kept(gTotal, number, head, b, col)
-            local_c, kept_c = load(gLocal, TILE, (number, head, c, row, col)), kept(gTotal, number, head, c, col)
-            local_d, kept_d = load(gLocal, TILE, (number, head, d, row, col)), kept(gTotal, number, head, d, col)
+            local_a, kept_a = load(gLocal, TILE, (number, head, a, row, col), aligned=True), kept(gTotal, number, head, a, col)
+            local_b, kept_b = load(gLocal, TILE, (number, head, b, row, col), aligned=True), kept(gTotal, number, head, b, col)
+            local_c, kept_c = load(gLocal, TILE, (number, head, c, row, col), aligned=True), kept(gTotal, number, head, c, col)
+            local_d, kept_d = load(gLocal, TILE, (number, head, d, row, col), aligned=True), kept(gTotal, number, head, d, col)
             state = state * kept_a + local_a
-            store(gStarts, state, (number * segments + n + 1, head, row, col))
+            store(gStarts, state, (number * segments + n + 1, head, row, col), aligned=True)
             if n + 2 <= last:
                 state = state * kept_b + local_b
-                store(gStarts, state, (number * segments + n + 2, head, row, col))
+                store(gStarts, state, (number * segments + n + 2, head, row, col), aligned=True)
             if n + 3 <= last:
                 state = state * kept_c + local_c
-                store(gStarts, state, (number * segments + n + 3, head, row, col))
+                store(gStarts, state, (number * segments + n + 3, head, row, col), aligned=True)
             if n + 4 <= last:
                 state = state * kept_d + local_d
-                store(gStarts, state, (number * segments + n + 4, head, row, col))
+                store(gStarts, state, (number * segments + n + 4, head, row, col), aligned=True)
 
     return add_up, None
