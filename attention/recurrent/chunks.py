@@ -23,6 +23,7 @@ from .rules import DTYPES, padded, varlen
 
 LEAST = 8  # chunks of a segment of attention.parallel's, beside which others run
 SHORTEST = 4  # chunks of a segment of one GPU's
+STATE = 1.5  # chunks that could be walked while the last pass adds up the state of one segment
 BLOCK = 1.5  # chunks that could be walked while a thread block begins and ends
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
@@ -44,12 +45,13 @@ def one(kind, *fields):
 class Costs(NamedTuple):
     """What takes how long in a member's kernels, in units of the time of a chunk of the last pass with one consumer a block.
     both: a chunk with two consumers. again: a chunk of the pass before. added: what it takes to go on from the state before one
-    segment to that before the next. launches: two more."""
+    segment to that before the next. launches: two more. within: up to so many segments the last pass adds up itself."""
 
     both: float
     again: float
     added: float
     launches: float
+    within: int = 1
 
 
 @follows
@@ -68,13 +70,14 @@ def in_launches(items: int, width: int, before: int, chunks: int, places: int, c
         last, walked = rounds(items * parts, width), -(-chunks // parts) + BLOCK
         if parts == 1:
             return last * walked
-        return (last + costs.again * rounds(items * parts, before)) * walked + costs.launches + parts * costs.added
+        between = (parts - 1) * STATE if parts <= costs.within else costs.launches + parts * costs.added
+        return (last + costs.again * rounds(items * parts, before)) * walked + between
 
     return min(range(1, max(1, min(chunks // SHORTEST, places)) + 1), key=time)
 
 
-BY_CHANNEL = Costs(both=1, again=0.6, added=0.1, launches=2)
-BY_TOKEN = Costs(both=1, again=0.6, added=0.2, launches=6)
+BY_CHANNEL = Costs(both=1, again=0.55, added=0.35, launches=2)
+BY_TOKEN = Costs(both=1, again=0.6, added=0.5, launches=3, within=4)
 
 
 class Scratches:
@@ -116,14 +119,14 @@ def by_token(
         return [_of_heads(problem, main, arrays, width)], []
     scratched, steps = Scratches(problem), []
 
-    def launch(config, width: int, segments: int, walked: int, given: Arrays) -> Step:
-        return _of_chunks(problem, config, width, segments, walked, given, scale, piece)
+    def launch(config, width: int, segments: int, walked: int, given: Arrays, begun: int = 1) -> Step:
+        return _of_chunks(problem, config, width, segments, walked, given, scale, piece, begun)
 
     if parts > 1 and not local:
         steps.append(_alone(problem, arrays, piece, softplus, parts, parts - 1, scratched))
-    first = arrays.get("gStart")
-    if parts > 1:
-        left = {name: arrays.pop(name) for name in ("gLocal", "gTotal")}
+    begins, begun = arrays.get("gStart"), 1
+    if parts > BY_TOKEN.within:
+        left, first, begun = {name: arrays.pop(name) for name in ("gLocal", "gTotal")}, begins, parts
         begins = scratched(sequences * parts, heads, columns, problem.extents["K"])
         steps.append(before_segments(problem, parts, columns, False, gStart=first, gStarts=begins, **left))
     if normalizer is not None:
@@ -132,7 +135,7 @@ def by_token(
         rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
         steps.append(launch(_config(problem, gate, one(Normalizer), piece, 1), 1, 1, 1, arrays | rows))
         arrays["gDivisor"] = divisor
-    steps.append(launch(main, width, parts, parts, arrays | {"gStart": begins if parts > 1 else first}))
+    steps.append(launch(main, width, parts, parts, arrays | {"gStart": begins}, begun))
     return steps, scratched.every
 
 
@@ -174,8 +177,9 @@ def _of_chunks(
     given: Arrays,
     scale: float,
     piece: int,
+    begun: int = 1,
 ) -> Step:
-    """The launch of a kernel of chunks, for `walked` of the segments."""
+    """The launch of a kernel of chunks, for `walked` of the segments; begun: states that are given for each sequence."""
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // config.consumers
@@ -185,6 +189,7 @@ def _of_chunks(
         blocks=blocks,
         segments=segments,
         walked=walked,
+        begun=begun,
         heads=key_heads,
         group=group,
         width=width,

@@ -57,9 +57,9 @@ DELTA_STATES = Schema(
 )
 
 
-# The kernel, that of the pass before it, and what they cost, where decays are one number a token, and one a channel.
-BY_TOKEN = delta_hopper, delta_states_hopper, chunks.Costs(both=1.45, again=0.9, added=0.8, launches=3)
-BY_CHANNEL = kda_hopper, kda_states_hopper, chunks.Costs(both=1.2, again=0.9, added=0.4, launches=2)
+# The kernel, that of the pass before it, and what they cost at 128 keys: decays are one number a token, or one a channel.
+BY_TOKEN = delta_hopper, delta_states_hopper, chunks.Costs(both=1.4, again=0.7, added=1.5, launches=1.5)
+BY_CHANNEL = kda_hopper, kda_states_hopper, chunks.Costs(both=1.25, again=0.7, added=0.75, launches=0.5)
 
 
 @by_other_names
@@ -177,6 +177,7 @@ def _in_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float)
     parts, scratch, steps = 1, chunks.Scratches(problem), []
     if key_dim <= max(maps_hopper.KEY_DIMS):
         places, each = machine(problem.device).processors, length * batch // sequences // CHUNK
+        costs = costs._replace(added=costs.added * padded(key_dim, maps_hopper.KEY_DIMS) / max(maps_hopper.KEY_DIMS))
         parts = chunks.in_launches(sequences * heads, width, both, each, places, costs)
     if parts > 1:
         walked = parts - 1

@@ -32,6 +32,7 @@ from ops import (
     silu,
     store,
     subtile,
+    tile_min,
     transpose,
     truncate,
     warpgroup,
@@ -107,6 +108,7 @@ def make(config: Config):
     INPUT, STATE, OUT = config.dtype, rt(SHARE, config.key_dim, fp32), rt(CHUNK, SHARE, fp32)
     SQUARE, TRANSPOSED, STAGES = rt(SHARE, SHARE, fp32), rt(SHARE, CHUNK, INPUT), config.stages
     PIECE, gate, result = config.piece, config.gate, config.result
+    SEGMENTS = config.segmented and result.outputs and result.values  # may it go on from earlier segments?
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
     BEHIND = (3 if result.silu else 2) * NEWER  # and so many groups than its queries
     sequences = Sequences(config.varlen)
@@ -142,7 +144,7 @@ def make(config: Config):
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gZ: array(4, INPUT), gGates: array(3), gRate: array(2),
         gBias: array(2), gSkip: array(2), gDivisor: array(3), gO: array(4, INPUT) if result.values else array(3),
         gStart: array(4), gLocal: array(5), gState: array(4), gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT,
-        segments: INT, walked: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
+        segments: INT, walked: INT, begun: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment: see chunk_hopper.py, whose arguments these are."""
         q, k, v, z, p, b, a = smem.open()
@@ -166,7 +168,10 @@ def make(config: Config):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
         fill(q, v, z, gQ, gV, gZ, 0, n, batch, first, key_head, head, col)
         k.fill(STAGES - 1, gK, (batch, first + CHUNK * (STAGES - 1), key_head, 0), 1, 3, n, PIECE)
-        s_t = load(gStart, STATE, (sequence * segments + segment, head, own, 0), aligned=False)
+        s_t = load(gStart, STATE, (int32(sequence * begun + min(segment, begun - 1)), head, own, 0), aligned=False)
+        for i in range(segment if SEGMENTS and begun == 1 else 0):
+            total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
+            s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0), aligned=False)
         rate, bias = gate.rate_and_bias(gRate, gBias, head)
         d = load(gSkip, OUT.row_vec, (head, own), aligned=False) if result.skip else 0.0
         so_far, g = float32(0), gate.fetch(gGates, batch, first, end, head)
