@@ -7,6 +7,7 @@ There is one, or two where few long sequences are cut into segments, and one bef
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from tiles.arrays import Operand
 from tiles.device import machine
@@ -15,14 +16,15 @@ from tiles.lengths import follows
 from tiles.program import Step
 from tiles.schema import Problem
 
-from .kernels import chunk_ampere, chunk_hopper, gla_hopper, heads_hopper
+from .kernels import chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, heads_hopper, starts
 from .kernels.gates import ByHead, BySteps, ByToken, Gate
 from .kernels.results import Normalizer, Outputs, Result, States
 from .rules import DTYPES, padded, varlen
 
-TWICE = 1.6  # what two passes cost: one reads everything, the other keys and values
-STATE = 1.5  # chunks that could be walked while the state of one segment is added up
-LEAST = 8  # chunks of a segment
+LEAST = 8  # chunks of a segment of attention.parallel's, beside which others run
+SHORTEST = 4  # chunks of a segment of one GPU's
+STATE = 1.5  # chunks that could be walked while the last pass adds up the state of one segment
+BLOCK = 1.5  # chunks that could be walked while a thread block begins and ends
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
 LEFT = """
@@ -40,17 +42,54 @@ def one(kind, *fields):
     return kind(*fields)
 
 
+class Costs(NamedTuple):
+    """What takes how long in a member's kernels, in units of the time of a chunk of the last pass with one consumer a block.
+    both: a chunk with two consumers. again: a chunk of the pass before. added: what it takes to go on from the state before one
+    segment to that before the next. launches: two more. within: up to so many segments the last pass adds up itself."""
+
+    both: float
+    again: float
+    added: float
+    launches: float
+    within: int = 1
+
+
 @follows
 @functools.lru_cache(1024)
-def segments(items: int, chunks: int, places: int) -> int:
+def in_launches(items: int, width: int, before: int, chunks: int, places: int, costs: Costs) -> int:
     """Into how many segments to cut each sequence so that all are done soonest: there are `items` sequences of so many chunks,
-    counted by head and block of columns, and the GPU runs `places` thread blocks at once."""
+    counted by head, their states are `width` blocks of columns wide, `before` in the pass before, and the GPU runs `places`
+    thread blocks at once."""
+
+    def rounds(blocks, width):
+        if blocks * width <= places:
+            return 1
+        return math.ceil(blocks * -(-width // 2) / places) * costs.both
 
     def time(parts):
-        walked = chunks / parts * (1 if parts == 1 else TWICE) + (parts - 1) * STATE
-        return math.ceil(items * parts / places) * walked
+        last, walked = rounds(items * parts, width), -(-chunks // parts) + BLOCK
+        if parts == 1:
+            return last * walked
+        between = (parts - 1) * STATE if parts <= costs.within else costs.launches + parts * costs.added
+        return (last + costs.again * rounds(items * parts, before)) * walked + between
 
-    return min(range(1, max(1, min(chunks // LEAST, places)) + 1), key=time)
+    return min(range(1, max(1, min(chunks // SHORTEST, places)) + 1), key=time)
+
+
+BY_CHANNEL = Costs(both=1, again=0.55, added=0.35, launches=2)
+BY_TOKEN = Costs(both=1, again=0.6, added=0.5, launches=3, within=4)
+
+
+class Scratches:
+    """The scratch memory of a plan: called with a shape it gives an array more, of float32."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.every: Scratch = []
+
+    def __call__(self, *shape: int) -> Operand:
+        self.every.append((shape, "float32"))
+        return self.problem.scratch(len(self.every) - 1, *self.every[-1])
 
 
 def by_token(
@@ -78,26 +117,26 @@ def by_token(
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocal", "gTotal")}
     if parts == 1 and not piece and heads_hopper.serves(main, group * width):
         return [_of_heads(problem, main, arrays, width)], []
-    scratch: Scratch = []
-    steps: list[Step] = []
+    scratched, steps = Scratches(problem), []
 
-    def scratched(*shape: int) -> Operand:
-        scratch.append((shape, "float32"))
-        return problem.scratch(len(scratch) - 1, *scratch[-1])
-
-    def launch(config, width: int, segments: int, walked: int, given: Arrays) -> Step:
-        return _of_chunks(problem, config, width, segments, walked, given, scale, piece)
+    def launch(config, width: int, segments: int, walked: int, given: Arrays, begun: int = 1) -> Step:
+        return _of_chunks(problem, config, width, segments, walked, given, scale, piece, begun)
 
     if parts > 1 and not local:
         steps.append(_alone(problem, arrays, piece, softplus, parts, parts - 1, scratched))
+    begins, begun = arrays.get("gStart"), 1
+    if parts > BY_TOKEN.within:
+        left, first, begun = {name: arrays.pop(name) for name in ("gLocal", "gTotal")}, begins, parts
+        begins = scratched(sequences * parts, heads, columns, problem.extents["K"])
+        steps.append(before_segments(problem, parts, columns, False, gStart=first, gStarts=begins, **left))
     if normalizer is not None:
         divisor = scratched(batch, length, heads)
         start, end = normalizer["gStart"], normalizer["gState"]
         rows = {"gO": divisor, "gStart": start and start.spread(2, chunk_hopper.COLUMNS), "gState": end and end.spread(2, 1)}
         steps.append(launch(_config(problem, gate, one(Normalizer), piece, 1), 1, 1, 1, arrays | rows))
         arrays["gDivisor"] = divisor
-    steps.append(launch(main, width, parts, parts, arrays))
-    return steps, scratch
+    steps.append(launch(main, width, parts, parts, arrays | {"gStart": begins}, begun))
+    return steps, scratched.every
 
 
 def of_segments(problem: Problem, arrays: Arrays, piece: int = 0, softplus: bool = False) -> tuple[list[Step], Scratch]:
@@ -105,15 +144,10 @@ def of_segments(problem: Problem, arrays: Arrays, piece: int = 0, softplus: bool
     arrays of scratch memory, (sequence, head, segment, columns, Dk) and (.., segment, 1). There are as many segments as
     by_token would cut, and at least one."""
     arrays = _as_kernels_have_them(problem, arrays, bool(piece))
-    scratch: Scratch = []
-
-    def scratched(*shape: int) -> Operand:
-        scratch.append((shape, "float32"))
-        return problem.scratch(len(scratch) - 1, *scratch[-1])
-
+    scratched = Scratches(problem)
     width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
     parts = _parts(problem, _config(problem, _gate(arrays, softplus), one(Outputs), piece, width), width)
-    return [_alone(problem, arrays, piece, softplus, parts, parts, scratched)], scratch
+    return [_alone(problem, arrays, piece, softplus, parts, parts, scratched)], scratched.every
 
 
 def _alone(
@@ -143,8 +177,9 @@ def _of_chunks(
     given: Arrays,
     scale: float,
     piece: int,
+    begun: int = 1,
 ) -> Step:
-    """The launch of a kernel of chunks, for `walked` of the segments."""
+    """The launch of a kernel of chunks, for `walked` of the segments; begun: states that are given for each sequence."""
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // config.consumers
@@ -154,6 +189,7 @@ def _of_chunks(
         blocks=blocks,
         segments=segments,
         walked=walked,
+        begun=begun,
         heads=key_heads,
         group=group,
         width=width,
@@ -202,7 +238,8 @@ def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
         return 1
     batch, length, heads, sequences = problem("BSHN")
     chunks = length * batch // sequences // chunk_hopper.CHUNK
-    return segments(sequences * heads * width // config.consumers, chunks, config.resident * machine(problem.device).processors)
+    places = config.resident * machine(problem.device).processors
+    return in_launches(sequences * heads * width // config.consumers, 1, 1, chunks, places, BY_TOKEN)
 
 
 def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
@@ -222,20 +259,42 @@ def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width
     )
 
 
-def by_channel(problem: Problem, arrays: Arrays, scale: float) -> Step:
-    """The launch for decays of channels; arrays: those of gla_hopper.py."""
-    length, heads, key_heads, key_dim, columns, sequences = problem("SHGKVN")
-    width, key_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
-    consumers = 2 if width % 2 == 0 and key_dim <= gla_hopper.WIDE else 1
-    gates = DTYPES[problem.forms["decay"].dtype]
-    config = one(gla_hopper.Config, key_dim, consumers, gates, DTYPES[problem.dtype], varlen(problem))
-    blocks = width // consumers
-    return kernel_for(gla_hopper, config, problem.device).bind(
-        sequences * heads * blocks,
-        length=length,
-        blocks=blocks,
-        heads=heads,
-        group=heads // key_heads,
-        scale=scale,
-        **arrays,
-    )
+def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], Scratch]:
+    """The launches for decays of channels, and the scratch memory between them; arrays: those of gla_hopper.py."""
+    batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
+    width, padded_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
+    consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE else 1
+    blocks, chunks = width // consumers, length * batch // sequences // gla_hopper.CHUNK
+    parts = in_launches(sequences * heads, blocks, blocks, chunks, machine(problem.device).processors, BY_CHANNEL)
+    sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], varlen(problem)
+    steps, scratch = [], Scratches(problem)
+
+    def launch(module, begun: int, **given) -> Step:
+        return kernel_for(module, one(module.Config, *sizes), problem.device).bind(
+            sequences * heads * blocks * begun,
+            length=length,
+            blocks=blocks,
+            segments=parts,
+            heads=heads,
+            group=heads // key_heads,
+            **given,
+        )
+
+    if parts > 1:
+        left = {"gLocal": scratch(sequences, heads, parts - 1, columns, key_dim)}
+        left["gTotal"] = scratch(sequences, heads, parts - 1, key_dim)
+        begins = scratch(sequences * parts, heads, columns, key_dim)
+        of_keys = {name: arrays[name] for name in ("gK", "gV", "gGates", "gEnds")}
+        steps.append(launch(gla_states_hopper, parts - 1, walked=parts - 1, **left, **of_keys))
+        steps.append(before_segments(problem, parts, columns, True, gStart=arrays["gStart"], gStarts=begins, **left))
+        arrays = arrays | {"gStart": begins}
+    return [*steps, launch(gla_hopper, parts, scale=scale, **arrays)], scratch.every
+
+
+def before_segments(problem: Problem, parts: int, columns: int, channels: bool, **arrays: Operand | None) -> Step:
+    """The launch that finds the states before segments."""
+    rows, cols = -(-columns // starts.TILE.rows), -(-problem.extents["K"] // starts.TILE.cols)
+    sequences, heads = problem("NH")
+    grid = sequences * heads * rows * cols
+    kernel = kernel_for(starts, one(starts.Config, channels), problem.device)
+    return kernel.bind(grid, heads=heads, segments=parts, rows=rows, cols=cols, **arrays)

@@ -22,8 +22,9 @@ from tiles.schema import Problem, Schema
 from ..families import choose
 from ..names import by_other_names
 from ..options import flag, number
-from . import rules
-from .kernels import delta_hopper, delta_states_hopper, kda_hopper, token_loop
+from . import chunks, rules
+from .kernels import delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, maps_hopper, token_loop
+from .kernels.tokens import CHUNK, COLUMNS
 from .rules import DTYPES, padded, varlen
 
 DELTA_RULE = Schema(
@@ -56,6 +57,11 @@ DELTA_STATES = Schema(
 )
 
 
+# The kernel, that of the pass before it, and what they cost at 128 keys: decays are one number a token, or one a channel.
+BY_TOKEN = delta_hopper, delta_states_hopper, chunks.Costs(both=1.4, again=0.7, added=1.5, launches=1.5)
+BY_CHANNEL = kda_hopper, kda_states_hopper, chunks.Costs(both=1.25, again=0.7, added=0.75, launches=0.5)
+
+
 @by_other_names
 def delta_rule(
     q: Any,
@@ -79,8 +85,9 @@ def delta_rule(
         S = exp(decay_t) S;  u_t = beta_t (v_t - S^T k_t);  S = S + k_t u_t^T;  o_t = scale S^T q_t
 
     q, k: (B, S, Hk, Dk). v, out: (B, S, H, Dv). beta: (B, S, H). For layout="bhsd" sequence and head are swapped. bfloat16
-    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; Dk up to 128 is fast. Hk divides H, and
-    value head h reads key head h // (H // Hk). Any lengths. It is stable where beta |k|^2 is between 0 and 2.
+    or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; with decays of channels Dk above 128 is
+    slow. Hk divides H, and value head h reads key head h // (H // Hk). Any lengths. It is stable where beta |k|^2 is between 0
+    and 2.
 
     decay: logarithms, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
     each token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, 0 by default. out:
@@ -93,9 +100,10 @@ def delta_rule(
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
-    On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply. Other GPUs, addresses and strides
-    that are not multiples of 16 bytes, and Dk above 128 are served token by token: correct, and slow. With decays of
-    channels, a chunk by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, is slow, too.
+    On Hopper sequences are cut into chunks of 64 tokens, which the tensor cores multiply, and few long sequences of Dk up to
+    128 into segments of chunks, which are walked at the same time. Other GPUs, addresses and strides that are not multiples of
+    16 bytes, and Dk above 128 with decays of channels are served token by token: correct, and slow. With decays of channels, a
+    chunk by whose end a channel has decayed by more than exp(-119), or exp(-15) for float16, is slow, too.
 
     Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
     has flash-linear-attention's names next to these."""
@@ -108,8 +116,8 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     """How delta_rule does calls of this form; state is never given."""
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
-    batch, length, key_dim, value_dim = problem("BSKV")
-    widest = max(delta_hopper.STAGES)
+    batch, length, key_dim = problem("BSK")
+    widest = max(kda_hopper.KEY_DIMS if by_channel else delta_hopper.STAGES)
     if family == "sm_90" and key_dim > widest:
         raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
     if rules.idle(problem, return_state):
@@ -120,7 +128,7 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     on_hopper = choose(problem, family, by_tma) == "sm_90"
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
-        return Plan([_in_chunks(problem, arrays, value_dim, kda_hopper if by_channel else delta_hopper, scale=scale)])
+        return Plan(*_in_segments(problem, arrays, by_channel, scale))
     return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
 
 
@@ -152,30 +160,67 @@ def _states(problem: Problem, family: str | None) -> Plan:
     arrays |= {"gStart": problem["initial_state"], "gState": problem["state"]}
     if rules.idle(problem, True):
         return Plan([])
-    if choose(problem, family) == "sm_90" and key_dim <= max(delta_hopper.STAGES) and batch * length:
+    if choose(problem, family) == "sm_90" and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
         arrays |= {"gGates": problem["decay"], "gSkipped": problem["skipped"]}
-        return Plan([_in_chunks(problem, arrays, columns, delta_states_hopper)])
+        return Plan([_in_chunks(problem, arrays, columns, delta_states_hopper, 1, segments=1, walked=1, values=0)])
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the loop over tokens writes, and nobody reads
     arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
     return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])
 
 
-def _in_chunks(problem: Problem, arrays: dict, columns: int, module: Any, **numbers: Any) -> Step:
-    """The launch of a kernel of Hopper's, for states of so many columns."""
+def _in_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float) -> tuple[list[Step], chunks.Scratch]:
+    """The launches of Hopper's kernels, and the scratch memory between them: one, or where few sequences are cut into segments
+    one that finds what these do to a state, another for the states before them, and one that goes on from these."""
+    batch, length, heads, key_dim, columns, sequences = problem("BSHKVN")
+    module, before, costs = BY_CHANNEL if by_channel else BY_TOKEN
+    width, both = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
+    parts, scratch, steps = 1, chunks.Scratches(problem), []
+    if key_dim <= max(maps_hopper.KEY_DIMS):
+        places, each = machine(problem.device).processors, length * batch // sequences // CHUNK
+        costs = costs._replace(added=costs.added * padded(key_dim, maps_hopper.KEY_DIMS) / max(maps_hopper.KEY_DIMS))
+        parts = chunks.in_launches(sequences * heads, width, both, each, places, costs)
+    if parts > 1:
+        walked = parts - 1
+        left = scratch(sequences * walked, heads, key_dim, columns + key_dim)
+        begins = scratch(sequences * parts, heads, key_dim, columns)
+        given = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gStart")} | {"gState": left}
+        whole = columns + key_dim
+        steps.append(_in_chunks(problem, given, whole, before, walked, True, segments=parts, walked=walked, values=columns))
+        config = maps_hopper.Config(padded(key_dim, maps_hopper.KEY_DIMS))
+        steps.append(
+            kernel_for(maps_hopper, config, problem.device).bind(
+                sequences * heads * width,
+                blocks=width,
+                segments=parts,
+                heads=heads,
+                values=columns,
+                gLeft=left,
+                gStart=arrays["gStart"],
+                gStarts=begins,
+            )
+        )
+        arrays = arrays | {"gStart": begins}
+    return [*steps, _in_chunks(problem, arrays, columns, module, parts, segments=parts, scale=scale)], scratch.every
+
+
+def _in_chunks(
+    problem: Problem, arrays: dict, columns: int, module: Any, parts: int, mapped: bool = False, **numbers: Any
+) -> Step:
+    """The launch of a kernel of Hopper's, for so many parts of each sequence and states of so many columns."""
     batch, length, heads, key_heads, key_dim, sequences = problem("BSHGKN")
-    width, gates = -(-columns // delta_hopper.COLUMNS), arrays["gGates"]
-    apart = sequences * heads * width <= machine(problem.device).processors  # there is one for each 64 columns
-    sizes = padded(key_dim, delta_hopper.STAGES), 1 if apart else min(width, 2)
-    dtype = DTYPES[problem.dtype]
-    if module is kda_hopper:
+    width, gates = -(-columns // COLUMNS), arrays["gGates"]
+    apart = sequences * heads * parts * width <= machine(problem.device).processors  # there is one for each 64 columns
+    sizes = padded(key_dim, delta_hopper.STAGES), 1 if apart or key_dim > delta_hopper.WIDE else min(width, 2)
+    dtype, kind = DTYPES[problem.dtype], (mapped,) if mapped else ()
+    if module in (kda_hopper, kda_states_hopper):
         config = module.Config(*sizes, DTYPES[gates.form.dtype], dtype, varlen(problem))
     else:
-        config = module.Config(*sizes, dtype, gates is not None, varlen(problem))
+        config = module.Config(*sizes, dtype, gates is not None, varlen(problem), *kind)
         if gates and len(gates.form.shape) == 1:  # each token's is the head's
             arrays["gGates"] = gates.spread(0, length).spread(0, batch)
     blocks = -(-width // config.consumers)
     return kernel_for(module, config, problem.device).bind(
-        sequences * heads * blocks,
+        sequences * heads * parts * blocks,
         length=length,
         blocks=blocks,
         heads=key_heads,

@@ -229,7 +229,7 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
         arrays |= {name: x and x.permuted(chunks.SWAPPED) for name, x in arrays.items() if name in ("gStart", "gState")}
         if by_channel:
-            return Plan([chunks.by_channel(problem, arrays, scale)])
+            return Plan(*chunks.by_channel(problem, arrays, scale))
         piece = 0 if tma else problem.bytes_at_once()
         if problem["local"]:
             arrays |= {"gLocal": problem["local"], "gTotal": problem["total"]}

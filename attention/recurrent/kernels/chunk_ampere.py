@@ -144,7 +144,7 @@ def make(config: Config):
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gZ: array(4, INPUT), gGates: array(3), gRate: array(2),
         gBias: array(2), gSkip: array(2), gDivisor: array(3), gO: array(4, INPUT) if result.values else array(3),
         gStart: array(4), gLocal: array(5), gState: array(4), gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT,
-        segments: INT, walked: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
+        segments: INT, walked: INT, begun: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment: see chunk_hopper.py, whose arguments these are."""
         q, k, v, z, p, b, a = smem.open()
@@ -168,8 +168,8 @@ def make(config: Config):
             k.fill(i, gK, (batch, first + CHUNK * i, key_head, 0), 1, 3, n, PIECE)
         fill(q, v, z, gQ, gV, gZ, 0, n, batch, first, key_head, head, col)
         k.fill(STAGES - 1, gK, (batch, first + CHUNK * (STAGES - 1), key_head, 0), 1, 3, n, PIECE)
-        s_t = load(gStart, STATE, (sequence, head, own, 0), aligned=False)
-        for i in range(segment if SEGMENTS else 0):
+        s_t = load(gStart, STATE, (int32(sequence * begun + min(segment, begun - 1)), head, own, 0), aligned=False)
+        for i in range(segment if SEGMENTS and begun == 1 else 0):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
             s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0), aligned=False)
         rate, bias = gate.rate_and_bias(gRate, gBias, head)
@@ -210,7 +210,7 @@ def make(config: Config):
             together.sync()
             k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, PIECE)
         if result.outputs:
-            if segment == (segments - 1 if SEGMENTS else 0):
+            if segment == segments - 1:
                 store(gState, s_t, (sequence, head, own, 0), aligned=False)
         else:
             store(gLocal, s_t, (sequence, head, segment, own, 0), aligned=False)

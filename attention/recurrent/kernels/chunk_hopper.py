@@ -13,7 +13,7 @@ Every exponent that counts is a sum of gates and so never positive: nothing over
 tokens are loaded and summed up by warps of the producer, chunks ahead of their use.
 
 Few long sequences are cut into segments, in two passes: one finds the state that each segment by itself ends with, the other
-starts each segment from what those before it add up to.
+starts each segment from what those before it add up to. If they are few, it adds them up itself; else starts.py does.
 """
 
 import functools
@@ -165,11 +165,12 @@ def make(config: Config):
     def scan(
         gQ: KEYS_OF_TMA, gK: KEYS_OF_TMA, gV: VALUES_OF_TMA, gZ: VALUES_OF_TMA, gGates: array(gate.rank), gRate: array(2),
         gBias: array(2), gSkip: array(2), gDivisor: array(3), gO: OUTPUT, gStart: array(4), gLocal: array(5), gState: array(4),
-        gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT, group: INT, width: INT,
-        scale: FLOAT,
+        gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, begun: INT, heads: INT, group: INT,
+        width: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs, or the states and summed gates, of a segment. `group` value heads share a key head, each `width` blocks
-        of 64 columns wide; `walked` of the `segments` have blocks in this launch."""
+        of 64 columns wide; `walked` of the `segments` have blocks in this launch. gStart: the state before each of
+        `begun` segments; if that is 1, before the sequence, and what earlier segments leave is added here."""
         q, k, v, z, b, a, state, staged, handed = smem.open()
         me = warpgroup.id()
         block, segment, key_head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads)
@@ -201,10 +202,11 @@ def make(config: Config):
             shared_by, column = divmod(CONSUMERS * block + c, width)
             head, row, col = int32(key_head * group + shared_by), int32(COLUMNS * column), int32(KEYS * part)  # of S^T
             rounded, out = subtile(state, COLUMNS, me), subtile(staged, COLUMNS, c)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, row, col), aligned=False)
-            for i in range(segment if result.outputs else 0):
+            number = int32(sequence * begun + min(segment, begun - 1))
+            s_t = warpgroup.load(gStart, STATE, (number, head, row, col), aligned=False)
+            for i in range(segment if result.outputs and begun == 1 else 0):
                 total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
-                s_t = gate.decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, row, col))
+                s_t = gate.decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, row, col), aligned=False)
             g, so_far, growth = gate.of_head(gGates, head), float32(0), log2(zeros(ROWS) + scale)
             d = load(gSkip, ALONG, (head, row))
             if not result.values:

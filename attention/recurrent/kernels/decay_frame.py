@@ -144,11 +144,18 @@ class Frame:
     def fill(self, rings, arrays, j, n, span, head, key_head, block):
         """Have TMA bring the j-th of a sequence's n chunks, if there is one: its queries, keys, values and gates."""
         (q, k, v, g), (gQ, gK, gV, gGates) = rings, arrays
+        self.fill_keys((k, v, g), (gK, gV, gGates), j, n, span, head, key_head, block)
+        if j < n:
+            q.fill(j, gQ, (span.batch, span.first + CHUNK * j, key_head))
+
+    @inlined
+    def fill_keys(self, rings, arrays, j, n, span, head, key_head, block):
+        """The same without queries."""
+        (k, v, g), (gK, gV, gGates) = rings, arrays
         if j < n:
             token = span.first + CHUNK * j
             g.fill(j, gGates, (span.batch, token, head))
             k.fill(j, gK, (span.batch, token, key_head))
-            q.fill(j, gQ, (span.batch, token, key_head))
             for c in range(self.consumers):
                 v.fill(self.consumers * j + c, gV, (span.batch, token, head, self.consumers * block + c))
 
@@ -166,9 +173,14 @@ class Frame:
     def sum_up(self, sums, gates, warp):
         """The running sums of a chunk's gates. Returns where they end, in powers of 2, for the warp's channels; and whether the
         chunk is strong."""
-        cumsum_columns(self.channels(sums, warp), self.channels(gates, warp), FLOOR)
-        ends = load_row(self.channels(sums, warp), self.share.row_vec, CHUNK - 1) * LOG2_E
+        ends = self.sums_and_ends(sums, gates, warp)
         return ends, warpgroup.reduce_any(tile_min(ends) < self.least)
+
+    @inlined
+    def sums_and_ends(self, sums, gates, warp):
+        """The same for who does not ask whether the chunk is strong: the warps do not meet."""
+        cumsum_columns(self.channels(sums, warp), self.channels(gates, warp), FLOOR)
+        return load_row(self.channels(sums, warp), self.share.row_vec, CHUNK - 1) * LOG2_E
 
     @inlined
     def change(self, queries, keys, more, sums, ends, factor, flag, warp, strong):

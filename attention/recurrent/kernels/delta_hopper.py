@@ -36,11 +36,12 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
 from .gates import DOWN, LOG2_E, floored
-from .tokens import CHUNK, COLUMNS, Sequences
+from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
 
-REGISTERS = {1: (104, 104, 232), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
-STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
+REGISTERS = {1: (88, 104, 256), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
+STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
+WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer
 AHEAD = 2  # chunks that the solver and the weigher may be ahead
 VECTORS = 8  # chunks whose gates are kept: two for each warp that sums up
 LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
@@ -89,7 +90,7 @@ class Config:
 
 SCORES = rt(16, CHUNK, fp32)
 ROWS, ALONG = SCORES.col_vec, SCORES.row_vec
-SIZES = tuple(itertools.product(STAGES, REGISTERS))  # padded key dim, consumers
+SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -284,15 +285,15 @@ def make(config: Config):
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
         gGates: array(3), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
-        length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
+        length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        """O and the state after each sequence, of which each of the `segments` has blocks of its own, and begins with a state
+        of gStart. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, v, t, p, beta, b, since, factor, high, low, out = smem.open()
         me = warpgroup.id()
-        value_head, block = divmod(cuda.blockIdx.x, blocks)
-        sequence, value_head = divmod(value_head, heads * group)
+        block, segment, value_head, sequence = assigned(cuda.blockIdx.x, blocks, segments, heads * group)
         head, _ = divmod(value_head, group)
-        span = sequences.span(gEnds, sequence, length)
+        span = sequences.segment(gEnds, sequence, length, segment, segments)
         n = span.chunks()
         if me == WEIGHER:
             warpgroup.release_registers(weigh)
@@ -333,7 +334,7 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2)
+            s_t = warpgroup.load(gStart, STATE, (sequence * segments + segment, value_head, 0, column), 3, 2)
             for j in range(n):
                 keys = k.wait(j)
                 sequences.clear(keys, span.left(j), GROUPS)
@@ -358,6 +359,7 @@ def make(config: Config):
                 p.release(j)
                 transposed.store(gO, mine, o, span, span.token(j), value_head, CONSUMERS * block + me)
             warpgroup.store_wait()
-            warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
+            if segment == segments - 1:
+                warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
 
     return scan, smem

@@ -6,6 +6,8 @@ S may have more columns than values: v_t is 0 in those. There S is multiplied by
 was, so that one pass from [0 | I] gives what a part of a sequence leaves of a state of 0, and the matrix that it multiplies
 one by. TMA brings zeros for columns that values have not, and reads nothing.
 
+Of each of a sequence's segments by themselves it is found so (`mapped`): maps_hopper.py adds up what they leave.
+
 What has decayed to nothing by the end need not be walked: where there are decays `gSkipped` says of each sequence and head how
 many chunks are left out at its beginning, with the state before them.
 
@@ -19,9 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
-from ops import divmod, load, store, subtile, tile_max, truncate, warpgroup
+from ops import col_index, divmod, equal, load, store, subtile, tile_max, truncate, warpgroup, where, zeros
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
@@ -29,9 +31,9 @@ from tiles.arguments import ENDS, INT, array, tiled
 from . import delta_hopper
 from .delta_hopper import ROWS, VECTORS, Decay, NoDecay, Solver
 from .gates import DOWN
-from .tokens import CHUNK, COLUMNS, Sequences, Span
+from .tokens import CHUNK, COLUMNS, Sequences, Span, assigned
 
-REGISTERS = {1: (56, 104, 240), 2: (40, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
+REGISTERS = {1: (56, 104, 240), 2: (48, 88, 184)}  # consumers -> registers a thread of loader, solver and consumer
 STAGES = 4  # chunks in flight
 AHEAD = 3  # chunks that the solver may be ahead
 SUMMING = warpgroup.WARPGROUP - 1  # warps of the loader that sum up gates, a chunk each in turn
@@ -39,13 +41,16 @@ SUMMING = warpgroup.WARPGROUP - 1  # warps of the loader that sum up gates, a ch
 
 @dataclass(frozen=True)
 class Config(delta_hopper.Config):
-    """A kernel's shape: consumers of 64 columns of a state each."""
+    """A kernel's shape: consumers of 64 columns of a state each. mapped: states begin as [0 | 1], and none is given."""
+
+    mapped: bool = False
 
     def __str__(self):
-        return f"states, {super().__str__()}"
+        return f"states{', mapped' * self.mapped}, {super().__str__()}"
 
 
-SIZES = tuple(itertools.product(delta_hopper.STAGES, REGISTERS))  # padded key dim, consumers
+KEY_DIMS = 64, 128  # as padded
+SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -53,7 +58,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
-                yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+                yield from (Config(*size, of, gated, varlen, mapped) for gated in (False, True) for mapped in (False, True))
 
 
 @functools.cache
@@ -61,7 +66,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
     VALUES, sequences = rt(16, CHUNK, INPUT), Sequences(config.varlen)
-    GATED, decay = config.gated, (Decay if config.gated else NoDecay)(INPUT)
+    SKIPS, MAPPED, decay = config.gated and not config.mapped, config.mapped, (Decay if config.gated else NoDecay)(INPUT)
     SOLVER, LOADER, (keep, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
     solver, readers = Solver(sequences, decay, READERS), CONSUMERS * WARPS
@@ -80,16 +85,17 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3), gGates: array(3), gStart: array(4),
-        gState: array(4), gSkipped: array(3), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT,
+        gState: array(4), gSkipped: array(3), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT,
+        group: INT, values: INT,
     ):  # fmt: skip
-        """The state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        """The state after each of `walked` of the `segments` of a sequence; values: how many columns have some. `group` value
+        heads, of `blocks` blocks of columns each, share a key head."""
         k, v, t, beta, b, since, factor, high, low = smem.open()
         me = warpgroup.id()
-        value_head, block = divmod(cuda.blockIdx.x, blocks)
-        sequence, value_head = divmod(value_head, heads * group)
+        block, segment, value_head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads * group)
         head, _ = divmod(value_head, group)
-        whole = sequences.span(gEnds, sequence, length)
-        skipped = int32(tile_max(load(gSkipped, ROWS, (sequence, value_head, 0)))) if GATED else int32(0)
+        whole = sequences.segment(gEnds, sequence, length, segment, segments)
+        skipped = int32(tile_max(load(gSkipped, ROWS, (sequence, value_head, 0)))) if SKIPS else int32(0)
         span = Span(int32(min(whole.end, whole.first + CHUNK * skipped)), whole.end, whole.batch)
         n = span.chunks()
         if me == LOADER:
@@ -114,7 +120,11 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             column = COLUMNS * (CONSUMERS * block + me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2) * (0.0 if skipped > 0 else 1.0)
+            if MAPPED:
+                one = equal(warpgroup.row_index(ROWS) + float32(column - values), col_index(STATE))
+                s_t = where(one, 1.0, zeros(STATE))
+            else:
+                s_t = warpgroup.load(gStart, STATE, (sequence, value_head, 0, column), 3, 2) * (0.0 if skipped > 0 else 1.0)
             for j in range(n):
                 keys = k.wait(j)
                 sequences.clear(keys, span.left(j), READERS)
@@ -132,6 +142,6 @@ def make(config: Config):
                 decay.release(factor, j)
                 s_t = decay.decayed(s_t, before, not strong)
                 decay.release(since, j)
-            warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
+            warpgroup.store(gState, s_t, (sequence * walked + segment, value_head, 0, column), 3, 2)
 
     return scan, smem

@@ -24,7 +24,7 @@ from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
 from . import decay_frame
-from .tokens import CHUNK, COLUMNS, Sequences
+from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
 
 REGISTERS = {1: (184, 80, 240), 2: (120, 72, 160)}  # consumers -> registers a thread of framer, weigher and consumer
@@ -97,15 +97,14 @@ def make(config: Config):
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
         gGates: tiled(config.gate, unit=1), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
-        length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
+        length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs of a sequence and its last state, for some columns of the values: one of `blocks` blocks of a head, of
-        which `group` share a key head."""
+        """The outputs of one of a sequence's `segments`, and the last one's last state, for some columns of the values: one of
+        `blocks` blocks of a head, of which `group` share a key head. gStart: the state before each segment."""
         q, k, v, g, p, lost, out, totals, factor, flag = smem.open()
         me = warpgroup.id()
-        head, block = divmod(cuda.blockIdx.x, blocks)
-        sequence, head = divmod(head, heads)
-        span = sequences.span(gEnds, sequence, length)
+        block, segment, head, sequence = assigned(cuda.blockIdx.x, blocks, segments, heads)
+        span = sequences.segment(gEnds, sequence, length, segment, segments)
         n = span.chunks()
         if me == FRAMER:
             if RELEASES:
@@ -156,7 +155,7 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, column, 0), aligned=False)
+            s_t = warpgroup.load(gStart, STATE, (sequence * segments + segment, head, column, 0), aligned=False)
             for j in range(n):
                 scale_by, strong, queries, keys = factor.wait(j), frame.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
                 values, weights = v.wait(CONSUMERS * j + me), p.wait(j)
@@ -175,6 +174,7 @@ def make(config: Config):
                 flag.release(j)
                 state.store(gO, mine, o, span, span.token(j), head, CONSUMERS * block + me)
             warpgroup.store_wait()
-            warpgroup.store(gState, s_t, (sequence, head, column, 0), aligned=False)
+            if segment == segments - 1:
+                warpgroup.store(gState, s_t, (sequence, head, column, 0), aligned=False)
 
     return scan, smem

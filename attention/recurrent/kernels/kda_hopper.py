@@ -26,7 +26,7 @@ from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
 from . import decay_frame
 from .decay_frame import FLAG, Config
-from .tokens import CHUNK, COLUMNS, Sequences
+from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
 
 REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
@@ -82,14 +82,14 @@ def make(config: Config):
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
         gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: sequences.output(config.value), gStart: array(4),
-        gState: array(4), gEnds: ENDS, length: INT, blocks: INT, heads: INT, group: INT, scale: FLOAT,
+        gState: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """O and the state after each sequence. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        """O and the state after each sequence, of which each of the `segments` has blocks of its own, and begins with a state
+        of gStart. `group` value heads, of `blocks` blocks of columns each, share a key head."""
         q, k, kept, g, v, t, p, factor, flag, high, low, out, totals = smem.open()
         me = warpgroup.id()
-        head, block = divmod(cuda.blockIdx.x, blocks)
-        sequence, head = divmod(head, heads * group)
-        span = sequences.span(gEnds, sequence, length)
+        block, segment, head, sequence = assigned(cuda.blockIdx.x, blocks, segments, heads * group)
+        span = sequences.segment(gEnds, sequence, length, segment, segments)
         n = span.chunks()
         if me == PREPARER:
             if CLAIMS:
@@ -134,7 +134,7 @@ def make(config: Config):
             if CLAIMS:
                 warpgroup.claim_registers(claim)
             column, mine = COLUMNS * (CONSUMERS * block + me), subtile(out, CHUNK, me)
-            s_t = warpgroup.load(gStart, STATE, (sequence, head, 0, column), 3, 2)
+            s_t = warpgroup.load(gStart, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
             for j in range(n):
                 decayed, scale_by, strong = kept.wait(j), factor.wait(j), frame.is_strong(flag.wait(j))
                 s_t = frame.scaled(s_t, scale_by, not strong)
@@ -155,6 +155,7 @@ def make(config: Config):
                 p.release(j)
                 state.store(gO, mine, o, span, span.token(j), head, CONSUMERS * block + me)
             warpgroup.store_wait()
-            warpgroup.store(gState, s_t, (sequence, head, 0, column), 3, 2)
+            if segment == segments - 1:
+                warpgroup.store(gState, s_t, (sequence, head, 0, column), 3, 2)
 
     return scan, smem

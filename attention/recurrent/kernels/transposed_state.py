@@ -32,6 +32,15 @@ class TransposedState:
             u = warpgroup.mma_ABt(u, state, subtile(keys, CHUNK, 0, 64, 1))
             o = warpgroup.mma_ABt(o, state, subtile(queries, CHUNK, 0, 64, 1))
             u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
+        if self.key_dim > 128:
+            state = self.dtype(columns(s_t, 64, 2))
+            u = warpgroup.mma_ABt(u, state, subtile(keys, CHUNK, 0, 64, 2))
+            o = warpgroup.mma_ABt(o, state, subtile(queries, CHUNK, 0, 64, 2))
+            u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
+            state = self.dtype(columns(s_t, 64, 3))
+            u = warpgroup.mma_ABt(u, state, subtile(keys, CHUNK, 0, 64, 3))
+            o = warpgroup.mma_ABt(o, state, subtile(queries, CHUNK, 0, 64, 3))
+            u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
         return u, o
 
     @inlined

@@ -6,7 +6,7 @@ from delta_cases import BF16, Sequences, agree, inputs
 
 from attention import reference
 from attention.recurrent.delta_rule import delta_rule
-from attention.recurrent.kernels import delta_hopper
+from attention.recurrent.kernels import delta_hopper, token_loop
 from tiles import bf16, fp16
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel
@@ -133,7 +133,18 @@ def test_other_schedules(monkeypatch, schedule):
     agree(place, *inputs(1, 200, 1, 64, 128))
 
 
-CONFIGS = [delta_hopper.Config(128, 2, bf16, True, True), delta_hopper.Config(64, 1, fp16, False)]
+@pytest.mark.parametrize(("key_dim", "value_dim", "gate"), [(256, 64, 0.1), (208, 80, 0.1), (256, 16, 3)])
+def test_wide_keys(place, monkeypatch, nothing_known, key_dim, value_dim, gate):
+    """In chunks, by one consumer; strong chunks, too."""
+    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("token by token"))
+    agree(place, *inputs(1, 150, 1, key_dim, value_dim, gate=gate))
+
+
+CONFIGS = [
+    delta_hopper.Config(128, 2, bf16, True, True),
+    delta_hopper.Config(64, 1, fp16, False),
+    delta_hopper.Config(256, 1, bf16, True),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -1,0 +1,219 @@
+"""Sequences in segments, of every member that has them: against the recurrence in float64, in the interpreter and on the card;
+and the rule that says how many there are."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from delta_cases import BF16, FP16, STATE, inputs
+from places import OnInterpreter
+
+from attention import reference
+from attention.recurrent import chunks
+from attention.recurrent import delta_rule as module
+from attention.recurrent.chunks import Costs, in_launches
+from attention.recurrent.delta_rule import delta_rule
+from attention.recurrent.kernels import gla_states_hopper, kda_states_hopper, maps_hopper, starts
+from attention.recurrent.linear import linear
+from tiles import bf16, fp16, fp32
+from tiles.arguments import signature
+from tiles.compiler import compile_kernel
+
+KINDS = "none", "head", "token", "channel"  # of decays
+
+
+def case(delta, kind, length=300, key_dim=64, value_dim=64, heads=1, dtype=BF16, gate=0.05, sequences=1, seed=0):
+    """Arguments by name: q, k (of length 1), v, decays of -gate on the mean, a state to begin with; beta for the delta rule."""
+    q, k, v, beta, decay = inputs(1, length, heads, key_dim, value_dim, dtype, gate=gate, seed=seed)
+    draw = np.random.default_rng(seed + 1)
+    if kind == "channel":
+        decay = -gate * draw.standard_exponential((1, length, heads, key_dim), np.float32)
+    elif kind == "head":
+        decay = decay[0, 0]
+    start = draw.standard_normal((sequences, heads, key_dim, value_dim), np.float32)
+    given = {"q": q, "k": k, "v": v, "decay": None if kind == "none" else decay, "initial_state": start}
+    return given | {"beta": beta} if delta else given
+
+
+def agree(place, given, factor=2, **more):
+    """Output and state, as near to float64's as one pass is to be."""
+    put = lambda x: place.put(x) if isinstance(x, np.ndarray) else x
+    out = place.put(np.full(given["v"].shape, np.nan, given["v"].dtype))
+    function = delta_rule if "beta" in given else linear
+    told = {name: put(x) for name, x in (given | more).items()}
+    _, state = function(**told, return_state=True, out=out)
+    q, k, v, *_ = given.values()
+    options = {name: x for name, x in (given | more).items() if name not in ("q", "k", "v", "family")}
+    (ref, last), (low, _) = (reference.linear(q, k, v, low=low, **options) for low in (False, True))
+    reference.assert_close(place.get(out), ref, low, factor=factor)
+    assert np.abs(place.get(state) - last).max() <= factor * STATE * np.abs(last).max()
+    return place.get(out), place.get(state)
+
+
+@pytest.fixture
+def cut(monkeypatch, nothing_known):
+    """cut(n): from here on every sequence is cut into n segments."""
+    return lambda n: monkeypatch.setattr(chunks, "in_launches", lambda *_: n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delta", [False, True])
+def test_three_segments(place, cut, delta, kind):
+    """The last chunk is not whole."""
+    cut(3)
+    agree(place, case(delta, kind))
+
+
+@pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "token"), (True, "channel"), (False, "token")])
+def test_two_consumers_of_shared_keys(place, cut, delta, kind):
+    cut(2)
+    given = case(delta, kind, 190, 128, 128, heads=2)
+    agree(place, given | {"q": given["q"][:, :, :1].copy(), "k": given["k"][:, :, :1].copy()})
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(80, 96, FP16), (16, 16, BF16), (64, 80, FP16)])
+@pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "none"), (True, "channel")])
+def test_sizes_of_keys_and_values(place, cut, delta, kind, key_dim, value_dim, dtype):
+    """Of which a tile has more."""
+    cut(2)
+    agree(place, case(delta, kind, 130, key_dim, value_dim, dtype=dtype, gate=0.02))
+
+
+def test_wide_keys_of_channels(place, cut):
+    cut(2)
+    agree(place, case(False, "channel", 130, 256, 64))
+
+
+@pytest.mark.parametrize("parts", [2, 4, 5, 6, 9, 12])
+@pytest.mark.parametrize("kind", ["token", "channel"])
+def test_any_number_of_segments(place, cut, kind, parts):
+    """Also more than there are chunks: some have no tokens."""
+    cut(parts)
+    agree(place, case(False, kind, 64 * min(parts, 7) - 3, 16, 16))
+
+
+@pytest.mark.parametrize("parts", [2, 5, 7])
+@pytest.mark.parametrize("kind", ["none", "channel"])
+def test_any_number_of_maps(place, cut, kind, parts):
+    cut(parts)
+    agree(place, case(True, kind, 64 * min(parts, 6) - 3, 16, 16))
+
+
+@pytest.mark.parametrize("kind", ["token", "channel"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_sequences_one_behind_the_other(place, cut, delta, kind):
+    """An empty one, one that has fewer chunks than segments, and one whose neighbours may be NaN."""
+    cut(3)
+    ends = np.array([0, 0, 70, 270, 300], np.int32)
+    given = case(delta, kind, 300, 64, 64, sequences=4)
+    out, state = agree(place, given, cu_seqlens=ends)
+    mine = slice(70, 270)
+    poisoned = {name: np.full_like(x, np.nan) for name, x in given.items() if name != "initial_state"}
+    for name, x in poisoned.items():
+        x[:, mine] = given[name][:, mine]
+    told = {name: place.put(x) for name, x in (given | poisoned | {"cu_seqlens": ends}).items()}
+    got, last = (delta_rule if delta else linear)(**told, return_state=True)
+    assert (place.get(got)[:, mine] == out[:, mine]).all()
+    assert (place.get(last)[2] == state[2]).all()
+
+
+@pytest.mark.parametrize("kind", ["token", "channel"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_strong_decays(place, cut, delta, kind):
+    """A chunk that decays by more than numbers hold, and a token that forgets all."""
+    cut(3)
+    given = case(delta, kind, 250, gate=0.1)
+    given["decay"][0, 70:100] *= 100
+    given["decay"][0, 140] = -np.inf
+    agree(place, given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_only_decays(place, cut, kind):
+    """It comes through all segments as if it had not been parted into high and low, nor what multiplies it."""
+    cut(4)
+    given = case(True, kind, 256, 128, 64)
+    given["beta"][:] = 0
+    if kind != "none":
+        given["decay"] = np.full_like(given["decay"], -1e-3)
+    told = {name: x if x is None else place.put(x) for name, x in given.items()}
+    _, state = delta_rule(**told, return_state=True)
+    wanted = given["initial_state"] * (1 if kind == "none" else np.exp(-0.256))
+    assert np.abs(place.get(state) - wanted).max() <= 2.0**-14 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "token")])
+def test_without_a_state_to_begin_with(place, cut, delta, kind):
+    cut(2)
+    agree(place, case(delta, kind, 130) | {"initial_state": None})
+
+
+@pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
+def test_as_many_as_the_rule_says(monkeypatch, nothing_known, delta, kind):
+    """And when lengths alone are new, as many as it says of these."""
+    found, rule = [], chunks.in_launches
+    monkeypatch.setattr(chunks, "in_launches", lambda *given: found.append(rule(*given)) or found[-1])
+    for place in chunks, module:
+        monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
+    for length in 1300, 1000, 200, 64:
+        agree(OnInterpreter(), case(delta, kind, length, 16, 16))
+    assert found[0] > 1 and int(found[-1]) == 1
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+@pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "none"), (True, "channel")])
+def test_other_schedules(monkeypatch, cut, delta, kind, schedule):
+    """Whatever order the warps take."""
+    monkeypatch.setenv("TILES_SEED", str(schedule))
+    cut(2)
+    agree(OnInterpreter(), case(delta, kind, 450, 64, 128))
+
+
+@pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "none"), (True, "channel")])
+def test_as_compiled_for_hopper(as_compiled, cut, delta, kind):
+    as_compiled("sm_90a")
+    cut(2)
+    agree(OnInterpreter(), case(delta, kind, 130))
+
+
+COSTS = Costs(both=1.5, again=0.8, added=0.5, launches=3)
+
+
+def test_the_rule_cuts_what_leaves_multiprocessors_idle():
+    """Few sequences, until they fill the GPU; none where heads do so already, nor short ones."""
+    assert in_launches(4, 1, 1, 512, 132, COSTS) == 32
+    assert in_launches(132, 1, 1, 512, 132, COSTS) == 1
+    assert in_launches(100, 1, 1, 512, 132, COSTS) == 1  # a second segment of all would not find room
+    assert in_launches(8, 1, 1, 7, 132, COSTS) == 1
+    assert in_launches(0, 1, 1, 512, 132, COSTS) >= 1
+
+
+def test_the_rule_counts_every_cost():
+    """Each makes segments fewer, or wider passes."""
+    assert in_launches(2, 1, 1, 256, 132, COSTS) == 32
+    assert in_launches(2, 1, 1, 256, 132, COSTS._replace(added=4)) == 10
+    assert in_launches(2, 1, 1, 256, 132, COSTS._replace(added=0)) == 64
+    assert in_launches(8, 2, 4, 16, 132, COSTS) == 4 and in_launches(8, 2, 4, 16, 132, COSTS._replace(launches=20)) == 1
+    assert in_launches(30, 2, 2, 128, 132, COSTS) == 4 and in_launches(30, 2, 8, 128, 132, COSTS) == 1  # columns before
+    assert in_launches(30, 2, 4, 128, 132, COSTS) == 1 and in_launches(30, 2, 4, 128, 132, COSTS._replace(again=0.5)) == 4
+    assert in_launches(16, 2, 2, 128, 132, COSTS) == 8 and in_launches(16, 2, 2, 128, 132, COSTS._replace(both=2)) == 4
+    assert in_launches(20, 2, 2, 128, 132, COSTS) == 6  # thirteen, if blocks began and ended in no time
+
+
+SHIPPED = [
+    (gla_states_hopper, gla_states_hopper.Config(128, 2, fp32, bf16, True)),
+    (gla_states_hopper, gla_states_hopper.Config(256, 1, fp16, fp16)),
+    (kda_states_hopper, kda_states_hopper.Config(128, 2, fp32, bf16, True)),
+    (kda_states_hopper, kda_states_hopper.Config(128, 1, fp16, fp16)),
+    (maps_hopper, maps_hopper.Config(128)),
+    (starts, starts.Config(True)),
+]
+
+
+@pytest.mark.parametrize(("kernels", "config"), SHIPPED, ids=lambda x: str(x) if hasattr(x, "threads") else "")
+def test_machine_code(kernels, config):
+    """Nothing spills, and no wgmma waits for another; a block has room."""
+    kernel, smem = kernels.make(config)
+    found = compile_kernel(kernel, signature(kernel), "sm_90a")
+    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
+    assert smem is None or smem.nbytes <= 227 * 1024
