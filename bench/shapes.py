@@ -1,0 +1,605 @@
+"""Attention problems off the beaten track, beside torch's own attention (cuDNN and FlashAttention-2): unusual head dims, few heads
+of long sequences, many of short ones, few queries of many keys, odd lengths, windows, packed sequences, their gradients, and
+caches of every form.
+
+`python -m bench.shapes forward decode backward` prints a table, sorted by our time over the better peer's. A name that follows
+takes those problems whose name contains it. Each problem is replayed from CUDA graphs, providers in random order, medians of
+rounds; inputs rotate past L2 where that is possible; results are compared with float32 by the rule of the tests. Where a cache
+has no peer, the bound is what a copy of as many bytes takes. `--warm n/m` runs the n-th of m parts once, so that the kernels
+lie on disk: several processes at once do that faster than one.
+"""
+
+import itertools
+import os
+import random
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: a rehearsal of tiny problems, in the interpreter
+ROTATED, MOST_SETS, ROUNDS, GRAPH_MS = 192 * 2**20, 12, 7, 2.0
+DEADLINE = float(os.environ.get("SHAPES_SECONDS", "1000"))
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Problem(NamedTuple):
+    """Of one of the three kinds. lens: (query, key) lengths of packed sequences. lengths, page, told: of decode."""
+
+    kind: str
+    name: str
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    causal: bool = False
+    dtype: Any = BF16
+    window: tuple | None = None
+    lens: tuple | None = None
+    lengths: tuple | None = None
+    page: int | None = None
+    splits: int | None = None
+    family: str | None = None
+
+    @property
+    def pairs(self):
+        """How many scores are computed for a head, masks and lengths considered."""
+        lens = self.lens or self.lengths or ((self.queries, self.keys),) * self.batch
+        return sum(_pairs(*(x if isinstance(x, tuple) else (self.queries, x)), self.causal, self.window) for x in lens)
+
+    @property
+    def flops(self):
+        return 2 * self.heads * self.pairs * (self.dim + self.value_dim) * (2.5 if self.kind == "backward" else 1)
+
+    @property
+    def nbytes(self):
+        rows = self.queries * self.batch * self.heads * (self.dim + self.value_dim)
+        if self.lengths and self.window:
+            keys = sum(min(n, self.window[0] + self.queries) for n in self.lengths)
+        else:
+            keys = sum(self.lengths) if self.lengths else self.keys * self.batch
+        return 2 * (rows + keys * self.kv_heads * (self.dim + self.value_dim)) * (3 if self.kind == "backward" else 1)
+
+
+def _pairs(queries, keys, causal, window):
+    i = torch.arange(queries, dtype=torch.float64) + keys - queries
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    end = (i + 1 + right).clamp(0, keys) if right is not None else torch.full_like(i, keys)
+    first = (i - left).clamp(0, keys) if left is not None else torch.zeros_like(i)
+    return int((end - first).clamp(min=0).sum())
+
+
+# ---- problems ------------------------------------------------------------------------------------------------------------
+def forward_problems():
+    def one(name, b, sq, sk, h, g, d, dv=None, **more):
+        return Problem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
+
+    for causal in (False, True):
+        c = " causal" * causal
+        for d in (32, 72, 80, 112, 160, 192, 224):
+            h = 1024 // d
+            yield one(f"dim {d}{c}", 2, 4096, 4096, h, h, d, causal=causal)
+        yield one(f"dim 192/128{c}", 2, 4096, 4096, 8, 8, 192, 128, causal=causal)
+        for d in (64, 128):
+            yield one(f"fp16 dim {d}{c}", 2, 4096, 4096, 1024 // d, 1024 // d, d, causal=causal, dtype=FP16)
+        for h, s, d in ((1, 2048, 128), (1, 8192, 128), (1, 32768, 64), (1, 65536, 128), (4, 2048, 64), (4, 4096, 128), (2, 16384, 256)):
+            yield one(f"few heads{c}", 1, s, s, h, h, d, causal=causal)
+        for s, d in ((16, 64), (64, 128), (128, 64), (256, 128)):
+            yield one(f"short{c}", 256, s, s, 16, 16, d, causal=causal)
+        for s in (1000, 4097):
+            yield one(f"odd length{c}", 4, s, s, 16, 16, 128, causal=causal)
+        yield one(f"GQA 8:1{c}", 2, 4096, 4096, 32, 4, 128, causal=causal)
+        yield one(f"MQA{c}", 2, 2048, 2048, 71, 1, 64, causal=causal)
+    yield one("short, Swin", 1024, 49, 49, 4, 4, 32)
+    yield one("ViT", 64, 197, 197, 12, 12, 64)
+    yield one("CLIP", 64, 257, 257, 16, 16, 80)
+    yield one("Whisper", 8, 1500, 1500, 20, 20, 64)
+    yield one("diffusion, image", 4, 4096, 4096, 8, 8, 40)
+    yield one("diffusion, text", 4, 4096, 77, 8, 8, 40)
+    yield one("diffusion, image", 4, 256, 256, 8, 8, 160)
+    yield one("cross 77", 2, 4096, 77, 24, 24, 128)
+    for b, sq, sk, h, g, d in (
+        (1, 1, 8192, 32, 8, 128),
+        (1, 8, 32768, 16, 16, 64),
+        (1, 16, 32768, 32, 8, 128),
+        (4, 32, 4096, 16, 16, 64),
+        (64, 32, 257, 12, 12, 64),
+        (1, 63, 65536, 8, 8, 128),
+        (1, 64, 16384, 8, 8, 64),
+        (1, 256, 16384, 8, 8, 64),
+        (1, 512, 32768, 4, 4, 128),
+        (8, 1, 1500, 20, 20, 64),
+    ):
+        yield one("cross", b, sq, sk, h, g, d)
+    for sq, sk, h, g, d in ((16, 32768, 32, 8, 128), (128, 32768, 32, 8, 128), (512, 16384, 8, 1, 128)):
+        yield one("chunk causal", 1, sq, sk, h, g, d, causal=True)
+
+
+def more_problems():
+    """Windows and packed sequences."""
+    def one(name, b, sq, sk, h, g, d, dv=None, **more):
+        return Problem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
+
+    for left, d in ((128, 64), (128, 128), (256, 128), (512, 64), (4096, 128)):
+        yield one("window", 1, 16384, 16384, 1024 // d, 1024 // d, d, causal=True, window=(left, 0))
+    yield one("window both", 1, 16384, 16384, 16, 16, 64, window=(64, 64))
+    yield one("window both", 2, 8192, 8192, 4, 4, 256, window=(256, 256))
+    for name, lens, h, g, d, causal in (
+        ("packed, one long", (8192, *[64] * 64), 16, 16, 128, True),
+        ("packed, one long", (8192, *[64] * 64), 16, 16, 64, False),
+        ("packed, short", tuple(8 + 7 * n % 120 for n in range(256)), 16, 16, 128, True),
+        ("packed, GQA", (17, 4001, 300, 1, 2222, 5000, 64, 3), 32, 4, 128, True),
+        ("packed, images", (1024,) * 16, 16, 16, 80, False),
+    ):
+        total = sum(lens)
+        yield Problem("forward", name, 1, total, total, h, g, d, d, causal, lens=tuple((n, n) for n in lens))
+    lens = tuple((1 + 37 * n % 63, 512 + 977 * n % 7001) for n in range(16))
+    yield Problem("forward", "packed, few queries", 1, sum(x for x, _ in lens), sum(x for _, x in lens), 16, 16, 128, 128, lens=lens)
+
+
+def decode_problems():
+    def one(name, b, tokens, keys, h, g, d, **more):
+        return Problem("decode", name, b, tokens, keys, h, g, d, d, causal=True, **more)
+
+    for d in (64, 96, 192, 256):
+        yield one(f"dim {d}", 1, 1, 32768, 32, 8, d, lengths=(32768,))
+        yield one(f"dim {d}", 32, 1, 4096, 32, 8, d, lengths=(4096,) * 32)
+    yield one("MQA", 64, 1, 4096, 32, 1, 128, lengths=(4096,) * 64)
+    yield one("MQA", 1, 1, 32768, 64, 1, 128, lengths=(32768,))
+    yield one("MHA", 16, 1, 2048, 32, 32, 64, lengths=(2048,) * 16)
+    for tokens, h, g in ((16, 32, 8), (16, 64, 8), (32, 32, 8), (63, 32, 8), (16, 32, 32), (16, 32, 1)):
+        yield one(f"{tokens} tokens", 8, tokens, 8192, h, g, 128, lengths=(8192,) * 8)
+    yield one("16 tokens", 1, 16, 32768, 32, 8, 128, lengths=(32768,))
+    uneven = tuple(int(64 * 1.1 ** (n % 50)) for n in range(0, 192, 3))
+    yield one("uneven", 64, 1, 8192, 32, 8, 128, lengths=uneven)
+    yield one("uneven", 64, 1, 8192, 64, 8, 64, lengths=uneven)
+    yield one("uneven, 8 tokens", 64, 8, 8192, 32, 8, 128, lengths=uneven)
+    yield one("uneven, pages", 64, 1, 8192, 32, 8, 128, lengths=uneven, page=16)
+    yield one("window 128", 64, 1, 8192, 64, 8, 64, lengths=(8192,) * 64, window=(127, 0))
+    yield one("window 1024", 8, 1, 32768, 32, 8, 128, lengths=(32768,) * 8, window=(1023, 0))
+    yield one("window 4096", 64, 1, 8192, 32, 8, 128, lengths=(8192,) * 64, window=(4095, 0))
+    for page, d in ((1, 64), (8, 64), (16, 64), (8, 128), (16, 256), (64, 96)):
+        yield one("pages", 32, 1, 4096, 32, 8, d, lengths=(4096,) * 32, page=page)
+    yield one("16 tokens, pages", 8, 16, 8192, 64, 8, 128, lengths=(8192,) * 8, page=16)
+    for keys in (64, 256, 640):
+        yield one("short caches", 256, 1, keys, 32, 8, 128, lengths=(keys,) * 256)
+    yield one("short caches", 256, 1, 256, 14, 2, 64, lengths=(256,) * 256)
+    yield one("short caches", 256, 1, 512, 32, 32, 128, lengths=(512,) * 256)
+    yield one("short cache", 1, 1, 128, 64, 8, 128, lengths=(128,))
+    for b, tokens, keys, page in ((1, 64, 32768, 64), (1, 128, 32768, 16), (1, 256, 32768, 64), (1, 512, 32768, 16), (8, 64, 4096, 16), (1, 2048, 4096, 16)):
+        yield one("chunk, pages", b, tokens, keys, 32, 8, 128, lengths=(keys,) * b, page=page)
+    yield one("chunk", 1, 64, 32768, 32, 8, 128, lengths=(32768,))
+    yield one("chunk", 1, 256, 8192, 8, 1, 128, lengths=(8192,))
+
+
+def backward_problems():
+    def one(name, b, sq, sk, h, g, d, dv=None, **more):
+        return Problem("backward", name, b, sq, sk, h, g, d, dv or d, **more)
+
+    for d in (96, 192, 80):
+        yield one(f"dim {d} causal", 2, 4096, 4096, 1024 // d, 1024 // d, d, causal=True)
+    yield one("dim 192/128 causal", 2, 4096, 4096, 8, 8, 192, 128, causal=True)
+    yield one("dim 160 causal", 2, 4096, 4096, 6, 6, 160, causal=True)
+    yield one("fp16 dim 128 causal", 2, 4096, 4096, 8, 8, 128, causal=True, dtype=FP16)
+    yield one("dim 32", 2, 4096, 4096, 32, 32, 32)
+    yield one("few heads causal", 1, 8192, 8192, 1, 1, 128, causal=True)
+    yield one("few heads", 1, 2048, 2048, 4, 4, 64)
+    yield one("short", 256, 64, 64, 16, 16, 64)
+    yield one("short causal", 256, 128, 128, 16, 16, 128, causal=True)
+    yield one("cross 77", 2, 4096, 77, 16, 16, 64)
+    yield one("cross", 4, 32, 4096, 16, 16, 64)
+    yield one("odd length", 4, 1000, 1000, 16, 16, 64)
+    yield one("GQA 8:1 causal", 2, 4096, 4096, 32, 4, 128, causal=True)
+    yield one("MQA causal", 2, 2048, 2048, 32, 1, 128, causal=True)
+    yield one("window causal", 1, 16384, 16384, 8, 8, 128, causal=True, window=(512, 0))
+    lens = (8192, *[64] * 64)
+    yield Problem("backward", "packed, one long", 1, sum(lens), sum(lens), 8, 8, 128, 128, True, lens=tuple((n, n) for n in lens))
+
+
+KINDS = {"forward": forward_problems, "more": more_problems, "decode": decode_problems, "backward": backward_problems}
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------------
+class Inputs:
+    """Cuts arrays out of one buffer of random numbers, one behind the other: memory that was never cached."""
+
+    def __init__(self, elements):
+        self.buffers, self.elements, self.at = {}, elements, 0
+
+    def take(self, shape, dtype):
+        if dtype not in self.buffers:
+            self.buffers[dtype] = torch.randn(self.elements, device=DEVICE, dtype=dtype)
+        n = 1
+        for x in shape:
+            n *= x
+        assert n <= self.elements, f"a buffer of {self.elements} is too small for {shape}"
+        step = -(-n // 64) * 64
+        if self.at + step > self.elements:
+            self.at = 0
+        self.at += step
+        return self.buffers[dtype][self.at - step : self.at - step + n].view(shape)
+
+
+def made(p, inputs):
+    """{name: array} of a problem."""
+    keys = (p.batch, p.keys, p.kv_heads)
+    given = {
+        "q": inputs.take((p.batch, p.queries, p.heads, p.dim), p.dtype),
+        "k": inputs.take((*keys, p.dim), p.dtype),
+        "v": inputs.take((*keys, p.value_dim), p.dtype),
+    }
+    if p.lens:
+        for name, lens in zip(("ends", "ends_k"), zip(*p.lens)):
+            given[name] = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
+    if p.lengths:
+        given["lengths"] = torch.tensor(p.lengths, dtype=torch.int32, device=DEVICE)
+    if p.page:
+        given["pages"] = torch.randperm(p.batch * p.keys // p.page, device=DEVICE).int().view(p.batch, -1)
+    if p.kind == "backward":
+        given["dout"] = inputs.take((p.batch, p.queries, p.heads, p.value_dim), p.dtype)
+        given["out"], given["lse"] = attention.forward(given["q"], given["k"], given["v"], return_lse=True, **told(p, given))
+        given["into"] = [torch.empty_like(given[x]) for x in "qkv"]
+    return given
+
+
+def told(p, given):
+    """forward's and backward's options."""
+    more = {"causal": p.causal, "window": p.window}
+    if p.lens:
+        more |= {"cu_seqlens": given["ends"], "cu_seqlens_k": given["ends_k"]}
+    return more
+
+
+# ---- providers -----------------------------------------------------------------------------------------------------------
+def ours(p, given):
+    q, k, v = given["q"], given["k"], given["v"]
+    if p.kind == "forward":
+        return attention.forward(q, k, v, family=p.family, **told(p, given))
+    if p.kind == "backward":
+        dq, dk, dv = given["into"]
+        return attention.backward(given["dout"], q, k, v, given["out"], given["lse"], dq=dq, dk=dk, dv=dv, **told(p, given))
+    if p.page:
+        k, v = (x.view(-1, p.page, *x.shape[2:]) for x in (k, v))
+    return attention.decode(
+        q, k, v, lengths=given["lengths"], pages=given.get("pages"), window=p.window, splits=p.splits, family=p.family
+    )
+
+
+def _flash_options(p, given):
+    left, right = p.window or (None, None)
+    most = (max(x for x, _ in p.lens), max(x for _, x in p.lens)) if p.lens else (p.queries, p.keys)
+    ends = (given["ends"], given["ends_k"]) if p.lens else (None, None)
+    window = {} if left is None and right is None else {"window_size_left": -1 if left is None else left}
+    window |= {} if right is None else {"window_size_right": right}
+    return ends, most, window
+
+
+def flash(p, given):
+    """FlashAttention-2, as torch has it; packed sequences and caches in use, but no pages."""
+    q, k, v = given["q"], given["k"], given["v"]
+    ends, most, window = _flash_options(p, given)
+    cut = (lambda x: x[0]) if p.lens else (lambda x: x)
+    q, k, v = map(cut, (q, k, v))
+    if p.kind == "backward":
+        saved = given["flash"]
+        return torch.ops.aten._flash_attention_backward(
+            cut(given["dout"]), q, k, v, saved[0], saved[1], *ends, *most, 0.0, p.causal, saved[2], saved[3], **window
+        )
+    if p.lengths and len(set(p.lengths)) > 1:
+        window |= {"seqused_k": given["lengths"]}
+    return torch.ops.aten._flash_attention_forward(q, k, v, *ends, *most, 0.0, p.causal, False, **window)[0]
+
+
+def flash_saved(p, given):
+    ends, most, window = _flash_options(p, given)
+    cut = (lambda x: x[0]) if p.lens else (lambda x: x)
+    q, k, v = (cut(given[x]) for x in "qkv")
+    return torch.ops.aten._flash_attention_forward(q, k, v, *ends, *most, 0.0, p.causal, False, **window)[:4]
+
+
+def cudnn(p, given):
+    """cuDNN, through torch; masks that align the last query and the last key only where queries and keys are as many."""
+    if p.lens or p.window or (p.lengths and len(set(p.lengths)) > 1):
+        raise NotImplementedError("not asked")
+    aligned = not p.causal or p.queries == p.keys
+    if not aligned and p.queries > 1:
+        raise NotImplementedError("aligned otherwise")
+    q, k, v = (given[x].transpose(1, 2) for x in "qkv")
+    causal = p.causal and p.queries > 1
+    if p.kind == "backward":
+        o, lse, ends, ends_k, most, most_k, seed, offset = given["cudnn"]
+        more = (ends, ends_k, most, most_k, 0.0, causal)
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            given["dout"].transpose(1, 2), q, k, v, o, lse, seed, offset, given["none"], *more
+        )
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=p.heads != p.kv_heads).transpose(1, 2)
+
+
+def cudnn_saved(p, given):
+    q, k, v = (given[x].transpose(1, 2) for x in "qkv")
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, p.causal, False)[:8]
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------------
+def _formula(p, given, b, h, rows, seq, round):
+    """(out, ) of some rows of head h of a sequence, in float32."""
+    g = h // (p.heads // p.kv_heads)
+    if p.lens:
+        (first, n), (first_k, m) = ((int(given[x][seq]), int(given[x][seq + 1] - given[x][seq])) for x in ("ends", "ends_k"))
+    else:
+        first, n, first_k, m = 0, p.queries, 0, p.lengths[b] if p.lengths else p.keys
+    q = given["q"][b, first : first + n, h].float()
+    k, v = given["k"], given["v"]
+    if p.page:
+        table = given["pages"][b].long()
+        k, v = (x.view(-1, p.page, *x.shape[2:])[table][:, :, g].reshape(p.keys, -1) for x in (k, v))
+    else:
+        k, v = k[b, first_k:, g], v[b, first_k:, g]
+    k, v = k[:m].float(), v[:m].float()
+    i = torch.arange(n, device=DEVICE)[rows]
+    s = q[rows] @ k.T * p.dim**-0.5
+    j, at = torch.arange(m, device=DEVICE), (i + m - n)[:, None]
+    left, right = p.window or (None, None)
+    right = 0 if p.causal else right
+    if right is not None:
+        s.masked_fill_(j > at + right, float("-inf"))
+    if left is not None:
+        s.masked_fill_(j < at - left, float("-inf"))
+    out = round(round(s.softmax(-1).nan_to_num(0)) @ v)
+    return out, (b, slice(first, first + n), h), rows
+
+
+def _excess(got, ref, low, factor):
+    """How large the greatest error is, in parts of what is allowed."""
+    if not torch.isfinite(got).all():
+        return float("inf")
+    allowed = factor * (low - ref).abs().max() + 2**-9 * ref.abs().max() + 1e-6
+    return ((got - ref).abs().max() / allowed).item()
+
+
+def judged(p, given, result):
+    """The error of some heads and rows, in parts of what is allowed."""
+    if p.kind == "backward":
+        return _judged_gradients(p, given, result)
+    if p.lens:
+        result = result.view(1, *result.shape[-3:])
+    worst = 0.0
+    sequences = range(len(p.lens)) if p.lens else range(1)
+    for b, h, seq in {(0, 0, sequences[0]), (p.batch - 1, p.heads - 1, sequences[-1])}:
+        n = p.lens[seq][0] if p.lens else p.queries
+        for rows in (slice(0, min(n, 192)), slice(max(0, n - 192), n)):
+            narrow = lambda x: x.to(p.dtype).float()
+            ref, where, rows = _formula(p, given, b, h, rows, seq, lambda x: x)
+            low, *_ = _formula(p, given, b, h, rows, seq, narrow)
+            worst = max(worst, _excess(result[where][rows].float(), ref, low, 2))
+    return worst
+
+
+def _judged_gradients(p, given, result):
+    """Of the last head and of all query heads that share its keys."""
+    group, b = p.heads // p.kv_heads, p.batch - 1
+    first = (0, 0) if not p.lens else (int(given["ends"][-2]), int(given["ends_k"][-2]))
+    cut = lambda x, at: x[b, at:].float()
+    if p.queries * p.keys > 2**27 or group > 8:
+        return 0.0
+    found = []
+    for round in (lambda x: x, lambda x: x.to(p.dtype).float()):
+        k, v = cut(given["k"], first[1])[:, -1], cut(given["v"], first[1])[:, -1]
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for h in range(p.heads - group, p.heads):
+            q, dout = cut(given["q"], first[0])[:, h], cut(given["dout"], first[0])[:, h]
+            s = q @ k.T * p.dim**-0.5
+            i, j = torch.arange(len(q), device=DEVICE)[:, None] + len(k) - len(q), torch.arange(len(k), device=DEVICE)
+            if p.causal:
+                s.masked_fill_(j > i, float("-inf"))
+            if p.window:
+                s.masked_fill_(j < i - p.window[0], float("-inf"))
+            w = s.softmax(-1)
+            ds = w * (dout @ v.T - (dout * round(round(w) @ v)).sum(-1, keepdim=True))
+            dq, dk, dv = round(ds) @ k * p.dim**-0.5, dk + round(ds).T @ q * p.dim**-0.5, dv + round(w).T @ dout
+        found.append([round(x) for x in (dq, dk, dv)])
+    got = [x if x.ndim == 4 else x[None] for x in result]
+    heads = (p.heads - 1, p.kv_heads - 1, p.kv_heads - 1)
+    mine = [x[b, at:, h].float() for x, at, h in zip(got, (first[0], first[1], first[1]), heads)]
+    return max(_excess(x, ref, low, 3) for x, ref, low in zip(mine, *found))
+
+
+# ---- timing --------------------------------------------------------------------------------------------------------------
+def _ms(call):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def captured(call, sets):
+    """(a graph of calls that takes some GRAPH_MS, how many)"""
+    call(sets[0])
+    torch.cuda.synchronize()
+    estimate = min(_ms(lambda: call(sets[-1])) for _ in range(2))
+    calls = max(1, min(64, int(GRAPH_MS / max(estimate, 0.02))))
+    calls = max(len(sets), calls // len(sets) * len(sets))
+    if estimate > 4:
+        calls = 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _, given in zip(range(calls), itertools.cycle(sets)):
+            call(given)
+    graph.replay()
+    return graph, calls
+
+
+def timed(p, inputs, providers):
+    """({provider: milliseconds}, {provider: error}, {provider: why it does not run})"""
+    moved = 2 * (p.batch * p.queries * p.heads + p.batch * p.keys * p.kv_heads) * (p.dim + p.value_dim)
+    sets = [made(p, inputs) for _ in range(max(1, min(MOST_SETS, ROTATED // moved)))]
+    graphs, errors, missing = {}, {}, {}
+    for name, call in providers.items():
+        try:
+            if p.kind == "backward" and name != "ours":
+                for given in sets:
+                    given[name] = {"flash": flash_saved, "cudnn": cudnn_saved}[name](p, given)
+                    given["none"] = torch.empty(0, device=DEVICE, dtype=p.dtype)
+            result = call(p, sets[0])
+            if name == "cudnn" and p.kind == "backward":
+                result = [x.transpose(1, 2) for x in result]
+            errors[name] = judged(p, sets[0], result)
+            if DEVICE == "cuda":
+                graphs[name] = captured(lambda given, call=call: call(p, given), sets)
+            del result
+        except Exception as error:
+            missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:150]
+            if name == "ours" and os.environ.get("SHAPES_RAISE"):
+                raise
+            if "launch failure" in str(error) or "illegal" in str(error):
+                raise
+    times = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name in random.sample([*graphs], len(graphs)):
+            graph, calls = graphs[name]
+            times[name].append(_ms(graph.replay) / calls)
+    return {name: statistics.median(x) for name, x in times.items()}, errors, missing
+
+
+def copy_speed(inputs):
+    """Bytes a millisecond that a copy reads and writes."""
+    a = inputs.take((2**27,), BF16)
+    b = torch.empty_like(a)
+    b.copy_(a)
+    return 2 * a.nbytes / statistics.median(_ms(lambda: b.copy_(a)) for _ in range(5))
+
+
+def tiny(p):
+    """A rehearsal's: as p, but small."""
+    least = lambda n, m: min(n, m)
+    group = p.heads // p.kv_heads
+    g = 1 if group > 1 else least(p.kv_heads, 2)
+    lens = p.lens and tuple((1 + a % 40, 1 + b % 70) for a, b in p.lens[:3])
+    b = least(p.batch, 2)
+    keys = 128 if p.page else least(p.keys, 70) + 30 * (p.kind == "decode")
+    p = p._replace(batch=b, queries=least(p.queries, 50), keys=keys, heads=g * least(group, 4), kv_heads=g, lens=lens)
+    if lens:
+        p = p._replace(queries=sum(a for a, _ in lens), keys=sum(b for _, b in lens))
+        if p.name != "packed, few queries":
+            p = p._replace(lens=tuple((a, a) for a, _ in lens), keys=p.queries)
+    if p.lengths:
+        p = p._replace(lengths=tuple(min(n, keys) for n in p.lengths[:b]))
+    return p._replace(window=p.window and tuple(x and min(x, 20) for x in p.window), page=p.page and min(p.page, 64))
+
+
+def label(p):
+    """One line's beginning."""
+    dims = f"{p.dim}" + f"/{p.value_dim}" * (p.dim != p.value_dim)
+    lengths = f"{p.queries}" + f"x{p.keys}" * (p.keys != p.queries)
+    window = f" window {p.window[0]}" if p.window and p.kind != "decode" else ""
+    more = f" page {p.page}" * bool(p.page) + window
+    return f"{p.kind[:4]} {p.name:22} B{p.batch} S{lengths} H{p.heads}/{p.kv_heads} D{dims}{more}"
+
+
+def asked(words):
+    kinds = [x for x in words if x in KINDS] or list(KINDS)
+    parts = [x for x in words if x not in KINDS]
+    found = [p for kind in kinds for p in KINDS[kind]() if not parts or any(x in label(p) for x in parts)]
+    return [tiny(p) for p in found] if DEVICE == "cpu" else found
+
+
+def kernel_of(p):
+    """What decides which kernel it is, roughly: such problems are warmed by one process, one after the other."""
+    padded = min(n for n in (64, 96, 128, 192, 256) if n >= max(p.dim, p.value_dim))
+    return (p.kind, padded, p.dim != p.value_dim, str(p.dtype), p.causal, bool(p.window), bool(p.lens), bool(p.page))
+
+
+def warm(problems, n, m):
+    """Each kernel of the n-th of m parts once."""
+    groups = {}
+    for p in problems:
+        groups.setdefault(kernel_of(p), []).append(p)
+    loads = [[] for _ in range(m)]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        min(loads, key=lambda x: sum(3 if p.kind == "backward" else 2 if p.kind == "decode" else 1 for p in x)).extend(group)
+    began = time.time()
+    for p in loads[n]:
+        b = p.batch if p.batch < 2 or p.lengths else 2  # nothing depends on more, but how many blocks there are
+        try:
+            inputs = Inputs(64 + max(p.batch * p.keys * p.kv_heads, p.batch * p.queries * p.heads) * p.dim)
+            for dtype in (BF16, FP16):
+                inputs.buffers[dtype] = torch.empty(inputs.elements, device=DEVICE, dtype=dtype)
+            ours(p, made(p, inputs))
+            torch.cuda.synchronize()
+            del inputs, b
+        except Exception as error:
+            print("WARM", label(p), type(error).__name__, str(error)[:300].replace("\n", " "), flush=True)
+            if "launch failure" in str(error) or "illegal" in str(error):
+                return
+    print(f"{len(loads[n])} problems, {time.time() - began:.1f} s", flush=True)
+
+
+def main(words):
+    if "--warm" in words:
+        at = words.index("--warm")
+        n, m = map(int, words[at + 1].split("/"))
+        return warm(asked(words[:at]), n, m)
+    problems, began, rows, skipped = asked(words), time.time(), [], []
+    random.seed(7)
+    torch.manual_seed(7)
+    inputs = Inputs(2**29 if DEVICE == "cuda" else 2**20)
+    speed = copy_speed(inputs) if DEVICE == "cuda" else 1.0
+    print(f"a copy: {speed / 1e9:.2f} TB/s; {len(problems)} problems; {time.time() - began:.1f} s", flush=True)
+    for p in random.sample(problems, len(problems)):
+        if time.time() - began > DEADLINE:
+            skipped.append(label(p))
+            continue
+        one = time.time()
+        try:
+            times, errors, missing = timed(p, inputs, {"ours": ours, "flash": flash, "cudnn": cudnn})
+        except Exception as error:
+            rows.append((99.0, f"{label(p)} FAILED {type(error).__name__}: {str(error)[:200]}"))
+            if "launch failure" in str(error) or "illegal" in str(error):
+                print("the context is lost at", label(p), flush=True)
+                break
+            continue
+        rows.append(line(p, times, errors, missing, speed, time.time() - one))
+    for _, text in sorted(rows, key=lambda x: -x[0]):
+        print(text)
+    if skipped:
+        print("no time for:", "; ".join(skipped))
+    print(f"{time.time() - began:.0f} s")
+
+
+def line(p, times, errors, missing, speed, seconds):
+    """(ratio, text) of a problem."""
+    bound = max(p.nbytes / speed, p.flops / 8e11)  # ms: of memory, or of tensor cores at 800 TFLOPS
+    mine, peers = times.get("ours"), {name: ms for name, ms in times.items() if name != "ours"}
+    best = min(peers.values(), default=None)
+    if mine is None:
+        ratio = 98.0 if DEVICE == "cuda" else 0.0
+    else:
+        ratio = mine / best if best else 0.8 * mine / bound  # without a peer: of four fifths of the bound
+    wrong = {name: f"{x:.2f}" for name, x in errors.items() if not x <= 1}
+    text = f"{ratio:5.2f} {label(p):62}"
+    text += f" ours {mine * 1e3:8.1f} us" if mine else ""
+    text += "".join(f" {name} {ms * 1e3:.1f}" for name, ms in peers.items())
+    text += f"; of the bound {bound / mine:.2f}, {p.flops / mine / 1e9:.0f} TFLOPS" if mine else ""
+    text += f" WRONG {wrong}" if wrong else ""
+    if "ours" in missing:
+        text += f" FAILED {missing['ours']}"
+    if not peers:
+        text += f" (no peer: {'; '.join(f'{k} {v[:60]}' for k, v in missing.items() if k != 'ours')})"
+    return (90 + ratio if "ours" in wrong else ratio), text + f" [{seconds:.1f} s]"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
