@@ -9,6 +9,7 @@ has no peer, the bound is what a copy of as many bytes takes. `--warm n/m` runs 
 lie on disk: several processes at once do that faster than one.
 """
 
+import contextlib
 import itertools
 import os
 import random
@@ -201,11 +202,13 @@ def backward_problems():
     yield one("odd length", 4, 1000, 1000, 16, 16, 64)
     yield one("GQA 8:1 causal", 2, 4096, 4096, 32, 4, 128, causal=True)
     yield one("MQA causal", 2, 2048, 2048, 32, 1, 128, causal=True)
+    yield Problem("backward", "packed, images", 1, 8192, 8192, 12, 12, 80, 80, lens=((1024, 1024),) * 8)
     yield one("window causal", 1, 16384, 16384, 8, 8, 128, causal=True, window=(512, 0))
     lens = (8192, *[64] * 64)
     yield Problem("backward", "packed, one long", 1, sum(lens), sum(lens), 8, 8, 128, 128, True, lens=tuple((n, n) for n in lens))
 
 
+COSTS = {"forward": 1, "decode": 2, "backward": 3}  # kernels of a problem, about
 KINDS = {"forward": forward_problems, "more": more_problems, "decode": decode_problems, "backward": backward_problems}
 
 
@@ -391,7 +394,8 @@ def _judged_gradients(p, given, result):
     group, b = p.heads // p.kv_heads, p.batch - 1
     first = (0, 0) if not p.lens else (int(given["ends"][-2]), int(given["ends_k"][-2]))
     cut = lambda x, at: x[b, at:].float()
-    if p.queries * p.keys > 2**27 or group > 8:
+    n, m = p.lens[-1] if p.lens else (p.queries, p.keys)
+    if group * n * m > 2**28:
         return 0.0
     found = []
     for round in (lambda x: x, lambda x: x.to(p.dtype).float()):
@@ -442,24 +446,39 @@ def captured(call, sets):
     return graph, calls
 
 
+class Provider(NamedTuple):
+    """call(problem, arrays), for problems that `serves` says yes to. around: what holds while its calls are planned, which a
+    trial of other shapes changes."""
+
+    call: Any
+    serves: Any = lambda p: True
+    around: Any = contextlib.nullcontext
+
+
+PROVIDERS = {"ours": Provider(ours), "flash": Provider(flash), "cudnn": Provider(cudnn)}
+
+
 def timed(p, inputs, providers):
     """({provider: milliseconds}, {provider: error}, {provider: why it does not run})"""
     moved = 2 * (p.batch * p.queries * p.heads + p.batch * p.keys * p.kv_heads) * (p.dim + p.value_dim)
     sets = [made(p, inputs) for _ in range(max(1, min(MOST_SETS, ROTATED // moved)))]
     graphs, errors, missing = {}, {}, {}
-    for name, call in providers.items():
+    for name, (call, serves, around) in providers.items():
+        if not serves(p):
+            continue
         try:
-            if p.kind == "backward" and name != "ours":
+            if p.kind == "backward" and name in ("flash", "cudnn"):
                 for given in sets:
                     given[name] = {"flash": flash_saved, "cudnn": cudnn_saved}[name](p, given)
                     given["none"] = torch.empty(0, device=DEVICE, dtype=p.dtype)
-            result = call(p, sets[0])
-            if name == "cudnn" and p.kind == "backward":
-                result = [x.transpose(1, 2) for x in result]
-            errors[name] = judged(p, sets[0], result)
-            if DEVICE == "cuda":
-                graphs[name] = captured(lambda given, call=call: call(p, given), sets)
-            del result
+            with around():
+                result = call(p, sets[0])
+                if name == "cudnn" and p.kind == "backward":
+                    result = [x.transpose(1, 2) for x in result]
+                errors[name] = judged(p, sets[0], result)
+                del result
+                if DEVICE == "cuda":
+                    graphs[name] = captured(lambda given, call=call: call(p, given), sets)
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:150]
             if name == "ours" and os.environ.get("SHAPES_RAISE"):
@@ -522,24 +541,25 @@ def kernel_of(p):
     return (p.kind, padded, p.dim != p.value_dim, str(p.dtype), p.causal, bool(p.window), bool(p.lens), bool(p.page))
 
 
-def warm(problems, n, m):
+def warm(problems, n, m, providers):
     """Each kernel of the n-th of m parts once."""
     groups = {}
     for p in problems:
-        groups.setdefault(kernel_of(p), []).append(p)
+        for name, provider in providers.items():
+            if name not in ("flash", "cudnn") and provider.serves(p):
+                groups.setdefault((name, *kernel_of(p)), []).append((p, provider))
     loads = [[] for _ in range(m)]
     for group in sorted(groups.values(), key=len, reverse=True):
-        min(loads, key=lambda x: sum(3 if p.kind == "backward" else 2 if p.kind == "decode" else 1 for p in x)).extend(group)
+        min(loads, key=lambda x: sum(COSTS[p.kind] for p, _ in x)).extend(group)
     began = time.time()
-    for p in loads[n]:
-        b = p.batch if p.batch < 2 or p.lengths else 2  # nothing depends on more, but how many blocks there are
+    for p, provider in loads[n]:
         try:
             inputs = Inputs(64 + max(p.batch * p.keys * p.kv_heads, p.batch * p.queries * p.heads) * p.dim)
-            for dtype in (BF16, FP16):
-                inputs.buffers[dtype] = torch.empty(inputs.elements, device=DEVICE, dtype=dtype)
-            ours(p, made(p, inputs))
-            torch.cuda.synchronize()
-            del inputs, b
+            inputs.buffers[p.dtype] = torch.zeros(inputs.elements, device=DEVICE, dtype=p.dtype)
+            with provider.around():
+                provider.call(p, made(p, inputs))
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
         except Exception as error:
             print("WARM", label(p), type(error).__name__, str(error)[:300].replace("\n", " "), flush=True)
             if "launch failure" in str(error) or "illegal" in str(error):
@@ -547,15 +567,15 @@ def warm(problems, n, m):
     print(f"{len(loads[n])} problems, {time.time() - began:.1f} s", flush=True)
 
 
-def main(words):
+def main(words, providers=PROVIDERS):
     if "--warm" in words:
         at = words.index("--warm")
         n, m = map(int, words[at + 1].split("/"))
-        return warm(asked(words[:at]), n, m)
+        return warm(asked(words[:at]), n, m, providers)
     problems, began, rows, skipped = asked(words), time.time(), [], []
     random.seed(7)
     torch.manual_seed(7)
-    inputs = Inputs(2**29 if DEVICE == "cuda" else 2**20)
+    inputs = Inputs(5 * 2**28 if DEVICE == "cuda" else 2**20)
     speed = copy_speed(inputs) if DEVICE == "cuda" else 1.0
     print(f"a copy: {speed / 1e9:.2f} TB/s; {len(problems)} problems; {time.time() - began:.1f} s", flush=True)
     for p in random.sample(problems, len(problems)):
@@ -564,7 +584,7 @@ def main(words):
             continue
         one = time.time()
         try:
-            times, errors, missing = timed(p, inputs, {"ours": ours, "flash": flash, "cudnn": cudnn})
+            times, errors, missing = timed(p, inputs, providers)
         except Exception as error:
             rows.append((99.0, f"{label(p)} FAILED {type(error).__name__}: {str(error)[:200]}"))
             if "launch failure" in str(error) or "illegal" in str(error):
@@ -582,7 +602,7 @@ def main(words):
 def line(p, times, errors, missing, speed, seconds):
     """(ratio, text) of a problem."""
     bound = max(p.nbytes / speed, p.flops / 8e11)  # ms: of memory, or of tensor cores at 800 TFLOPS
-    mine, peers = times.get("ours"), {name: ms for name, ms in times.items() if name != "ours"}
+    mine, peers = times.get("ours"), {name: ms for name, ms in times.items() if name in ("flash", "cudnn")}
     best = min(peers.values(), default=None)
     if mine is None:
         ratio = 98.0 if DEVICE == "cuda" else 0.0
@@ -592,12 +612,12 @@ def line(p, times, errors, missing, speed, seconds):
     text = f"{ratio:5.2f} {label(p):62}"
     text += f" ours {mine * 1e3:8.1f} us" if mine else ""
     text += "".join(f" {name} {ms * 1e3:.1f}" for name, ms in peers.items())
+    text += "".join(f" | {name} {ms / mine:.3f}" for name, ms in times.items() if mine and name not in ("ours", *peers))
     text += f"; of the bound {bound / mine:.2f}, {p.flops / mine / 1e9:.0f} TFLOPS" if mine else ""
     text += f" WRONG {wrong}" if wrong else ""
-    if "ours" in missing:
-        text += f" FAILED {missing['ours']}"
+    text += "".join(f" FAILED {name} {why}" for name, why in missing.items() if name not in ("flash", "cudnn"))
     if not peers:
-        text += f" (no peer: {'; '.join(f'{k} {v[:60]}' for k, v in missing.items() if k != 'ours')})"
+        text += f" (no peer: {'; '.join(f'{k} {v[:60]}' for k, v in missing.items() if k in ('flash', 'cudnn'))})"
     return (90 + ratio if "ours" in wrong else ratio), text + f" [{seconds:.1f} s]"
 
 
