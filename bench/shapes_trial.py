@@ -65,14 +65,23 @@ def narrow(of):
     return instead((hopper, "config_for", chosen))
 
 
-def parts(p, given):
-    """As decode goes about it: keys in parts."""
-    return attention.decode(given["q"], given["k"], given["v"], lengths=None, causal=p.causal)
+def parts(rounds=None):
+    """As decode goes about it: keys in parts, as many as its model says, or as give each multiprocessor so many blocks."""
+
+    def call(p, given):
+        splits = rounds and max(1, min(128, -(-132 * rounds // bands_of(p)), p.keys // 128))
+        return attention.decode(given["q"], given["k"], given["v"], lengths=None, causal=p.causal, splits=splits)
+
+    return call
+
+
+def bands_of(p):
+    return p.batch * p.kv_heads * -(-p.queries * (p.heads // p.kv_heads) // 64)
 
 
 def few(p):
-    tiles = p.batch * p.heads * -(-p.queries // 128)
-    return p.kind == "forward" and not p.lens and not p.window and tiles <= 132 and p.keys >= 1024
+    tiles, rows = p.batch * p.heads * -(-p.queries // 128), p.queries * p.heads // p.kv_heads
+    return p.kind == "forward" and not p.lens and not p.window and (tiles <= 264 or rows <= 64) and p.keys >= 256
 
 
 # ---- decode
@@ -86,8 +95,7 @@ def shared(n):
 
 def split(rounds):
     def call(p, given):
-        bands = p.batch * p.kv_heads * -(-p.queries * (p.heads // p.kv_heads) // 64)
-        return ours(p._replace(splits=max(2, round(132 * rounds / bands))), given)
+        return ours(p._replace(splits=max(2, round(132 * rounds / bands_of(p)))), given)
 
     return call
 
@@ -100,7 +108,9 @@ TRIALS = {
     "32": Provider(ours, narrower, narrow({})),
     "32, three": Provider(ours, narrower, narrow(hopper.three(128, persistent=False, queries=1, sent=False))),
     "32, two": Provider(ours, narrower, narrow(hopper.two(192, persistent=False, queries=1, sent=False))),
-    "parts": Provider(parts, few),
+    "parts": Provider(parts(), few),
+    "parts, 2": Provider(parts(2), lambda p: few(p) and p.queries > 1),
+    "parts, 4": Provider(parts(4), lambda p: few(p) and p.queries > 1),
     **{f"shape {n}": shared(n) for n in range(3)},
     "split": Provider(split(1), lambda p: p.kind == "decode" and p.queries >= 64),
     "split twice": Provider(split(2), lambda p: p.kind == "decode" and p.queries >= 64),
