@@ -81,7 +81,7 @@ def bands_of(p):
 
 def few(p):
     tiles, rows = p.batch * p.heads * -(-p.queries // 128), p.queries * p.heads // p.kv_heads
-    return p.kind == "forward" and not p.lens and not p.window and (tiles <= 264 or rows <= 64) and p.keys >= 256
+    return p.kind == "forward" and not p.lens and not p.window and (tiles <= 264 or rows <= 64) and (p.keys >= 256 or rows <= 64)
 
 
 # ---- decode
@@ -100,6 +100,23 @@ def split(rounds):
     return call
 
 
+def one(kv):
+    """One consumer, two blocks a multiprocessor: tiles of 64 queries."""
+
+    def chosen(head_dim, dtype, variant, keys, value_dim=None, **kind):
+        made = config_for(head_dim, dtype, variant, keys, value_dim, **kind)
+        wide = made.head_dim > 64
+        shape = {"kv": 64 if wide else kv, "consumers": 1, "stages": 2 if wide or kv == 128 else 4, "resident": 2}
+        return replace(made, **shape, persistent=False, queries=1, sent=False, turns=False, stored=False)
+
+    return instead((hopper, "config_for", chosen))
+
+
+def short(p):
+    longest = max(x for x, _ in p.lens) if p.lens else p.queries
+    return p.kind == "forward" and longest <= 260 and p.dim <= 128 and not p.window
+
+
 narrower = lambda p: p.kind == "forward" and p.dim == 32
 broad = lambda p: p.kind == "backward" and p.dim > 128 and not p.lens and not p.window
 TRIALS = {
@@ -108,6 +125,9 @@ TRIALS = {
     "32": Provider(ours, narrower, narrow({})),
     "32, three": Provider(ours, narrower, narrow(hopper.three(128, persistent=False, queries=1, sent=False))),
     "32, two": Provider(ours, narrower, narrow(hopper.two(192, persistent=False, queries=1, sent=False))),
+    "one": Provider(ours, short, one(128)),
+    "one, 64": Provider(ours, lambda p: short(p) and p.dim <= 64, one(64)),
+    "sm_80": Provider(lambda p, given: ours(p._replace(family="sm_80"), given), lambda p: short(p) and p.keys <= 300),
     "parts": Provider(parts(), few),
     "parts, 2": Provider(parts(2), lambda p: few(p) and p.queries > 1),
     "parts, 4": Provider(parts(4), lambda p: few(p) and p.queries > 1),

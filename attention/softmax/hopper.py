@@ -30,7 +30,7 @@ from .variants import At, Variant
 from .weights import InRegisters, InShared
 
 SHARED_BYTES = 227 * 1024
-REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
+REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Config(Kind):
     sent: bool = False
     turns: bool = True
     stored: bool = False
+    resident: int = 1
 
     @property
     def rows(self):
@@ -305,7 +306,7 @@ def make(config: Config):
             v.wait(i)
             v.release(i)
 
-    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: tiled(config.query, unit=1), gK: held.source(config.key), gV: held.source(config.value), gO: OUTPUT,
         gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT,
