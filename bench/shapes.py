@@ -106,6 +106,8 @@ def forward_problems():
     yield one("CLIP", 64, 257, 257, 16, 16, 80)
     yield one("Whisper", 8, 1500, 1500, 20, 20, 64)
     yield one("diffusion, image", 4, 4096, 4096, 8, 8, 40)
+    for b, s, h, d in ((1, 4608, 24, 128), (1, 4096, 32, 128), (1, 8192, 16, 128), (1, 4096, 12, 64), (8, 1024, 12, 64), (32, 512, 12, 64)):
+        yield one("few rounds", b, s, s, h, h, d)
     yield one("diffusion, text", 4, 4096, 77, 8, 8, 40)
     yield one("diffusion, image", 4, 256, 256, 8, 8, 160)
     yield one("cross 77", 2, 4096, 77, 24, 24, 128)
@@ -124,6 +126,11 @@ def forward_problems():
         (1, 128, 4096, 16, 16, 128),
         (1, 1024, 8192, 8, 8, 128),
         (2, 512, 2048, 8, 8, 64),
+        (32, 32, 4096, 16, 16, 64),
+        (1, 256, 16384, 8, 8, 256),
+        (16, 8, 4096, 32, 8, 128),
+        (2, 1, 4096, 32, 32, 128),
+        (64, 4, 1024, 16, 16, 128),
     ):
         yield one("cross", b, sq, sk, h, g, d)
     for sq, sk, h, g, d in ((16, 32768, 32, 8, 128), (128, 32768, 32, 8, 128), (512, 16384, 8, 1, 128)):
@@ -303,7 +310,7 @@ def flash(p, given):
             cut(given["dout"]), q, k, v, saved[0], saved[1], *ends, *most, 0.0, p.causal, saved[2], saved[3], **window
         )
     if p.lengths and len(set(p.lengths)) > 1:
-        window |= {"seqused_k": given["lengths"]}
+        raise NotImplementedError("torch's takes no lengths of caches")
     return torch.ops.aten._flash_attention_forward(q, k, v, *ends, *most, 0.0, p.causal, False, **window)[0]
 
 
@@ -324,18 +331,15 @@ def cudnn(p, given):
     q, k, v = (given[x].transpose(1, 2) for x in "qkv")
     causal = p.causal and p.queries > 1
     if p.kind == "backward":
-        o, lse, ends, ends_k, most, most_k, seed, offset = given["cudnn"]
-        more = (ends, ends_k, most, most_k, 0.0, causal)
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            given["dout"].transpose(1, 2), q, k, v, o, lse, seed, offset, given["none"], *more
-        )
+        return torch.autograd.grad(given["cudnn"][0], given["cudnn"][1:], given["dout"].transpose(1, 2), retain_graph=True)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=p.heads != p.kv_heads).transpose(1, 2)
 
 
 def cudnn_saved(p, given):
-    q, k, v = (given[x].transpose(1, 2) for x in "qkv")
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, p.causal, False)[:8]
+    leaves = [given[x].transpose(1, 2).detach().requires_grad_() for x in "qkv"]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.enable_grad():
+        return F.scaled_dot_product_attention(*leaves, is_causal=p.causal, enable_gqa=p.heads != p.kv_heads), *leaves
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------------
@@ -443,7 +447,7 @@ def captured(call, sets):
     if estimate > 4:
         calls = 1
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for _, given in zip(range(calls), itertools.cycle(sets)):
             call(given)
     graph.replay()
@@ -474,12 +478,12 @@ def timed(p, inputs, providers):
             if p.kind == "backward" and name in ("flash", "cudnn"):
                 for given in sets:
                     given[name] = {"flash": flash_saved, "cudnn": cudnn_saved}[name](p, given)
-                    given["none"] = torch.empty(0, device=DEVICE, dtype=p.dtype)
             with around():
                 result = call(p, sets[0])
                 if name == "cudnn" and p.kind == "backward":
                     result = [x.transpose(1, 2) for x in result]
-                errors[name] = judged(p, sets[0], result)
+                if not (p.page and name in ("flash", "cudnn")):  # these read the same bytes as if they lay in order
+                    errors[name] = judged(p, sets[0], result)
                 del result
                 if DEVICE == "cuda":
                     graphs[name] = captured(lambda given, call=call: call(p, given), sets)
@@ -579,16 +583,18 @@ def main(words, providers=PROVIDERS):
     problems, began, rows, skipped = asked(words), time.time(), [], []
     random.seed(7)
     torch.manual_seed(7)
+    stream = torch.cuda.Stream() if DEVICE == "cuda" else None
     inputs = Inputs(5 * 2**28 if DEVICE == "cuda" else 2**20)
     speed = copy_speed(inputs) if DEVICE == "cuda" else 1.0
     print(f"a copy: {speed / 1e9:.2f} TB/s; {len(problems)} problems; {time.time() - began:.1f} s", flush=True)
-    for p in random.sample(problems, len(problems)):
+    for p in sorted(random.sample(problems, len(problems)), key=lambda p: p.dim > 128):
         if time.time() - began > DEADLINE:
             skipped.append(label(p))
             continue
         one = time.time()
         try:
-            times, errors, missing = timed(p, inputs, providers)
+            with torch.cuda.stream(stream) if stream else contextlib.nullcontext():  # torch's gradients run on their forward's
+                times, errors, missing = timed(p, inputs, providers)
         except Exception as error:
             rows.append((99.0, f"{label(p)} FAILED {type(error).__name__}: {str(error)[:200]}"))
             if "launch failure" in str(error) or "illegal" in str(error):

@@ -3,13 +3,16 @@ import contextlib
 import sys
 from dataclasses import replace
 
+import importlib
+
 import attention
-from attention.softmax import hopper
-from attention.softmax.backward import wide, wide_queries
+from attention.softmax import hopper, shared_out
 from attention.softmax.decode import attend
 from bench import shapes
 from bench.shapes import Provider, ours
 from tiles import program
+
+decoding = importlib.import_module("attention.softmax.decode.decode")
 
 
 def forget():
@@ -36,33 +39,21 @@ def instead(*changes):
     return around
 
 
-# ---- gradients
-def to(dims, n):
-    return min(d for d in dims if d >= n)
-
-
-def wide_of(kv, kv_narrow):
-    def by_keys(head_dim, dtype, variant, value_dim=None):
-        dims = to((192, 256), head_dim), to((128, 192, 256), value_dim or head_dim)
-        return wide.Config(*dims, dtype, variant, 64, 64)
-
-    def by_queries(head_dim, dtype, variant, value_dim=None):
-        dims = to((192, 256), head_dim), to((128, 192, 256), value_dim or head_dim)
-        return wide_queries.Config(*dims, dtype, variant, 64 if 256 in dims else kv_narrow if dims[1] < 192 else kv)
-
-    return instead((wide, "config_for", by_keys), (wide_queries, "config_for", by_queries))
-
-
 # ---- forward
 config_for = hopper.config_for
+BEFORE = (shared_out, "serves", lambda *told: False), (hopper, "fitted", lambda config, *told: config)
 
 
-def narrow(of):
-    def chosen(head_dim, dtype, variant, keys, value_dim=None, **kind):
-        made = config_for(head_dim, dtype, variant, keys, value_dim, **kind)
-        return replace(made, head_dim=32, value_dim=32, **of)
+def narrow(head_dim, dtype, variant, keys, value_dim=None, **kind):
+    return replace(config_for(head_dim, dtype, variant, keys, value_dim, **kind), head_dim=32, value_dim=32)
 
-    return instead((hopper, "config_for", chosen))
+
+def two_of(config, *told):
+    return replace(config, consumers=2, stored=False, turns=True) if config.consumers == 3 else config
+
+
+def one_of(config, *told):
+    return replace(config, **hopper.SMALL[max(config.head_dim, config.value_dim)])
 
 
 def parts(rounds=None):
@@ -85,55 +76,30 @@ def few(p):
 
 
 # ---- decode
-def shared(n):
-    table = {64: [(64, 4, 2, 1), (32, 8, 2, 1), (32, 4, 4, 1)], 96: [(32, 4, 2, 1), (32, 4, 3, 1)], 192: [(32, 4, 2, 1), (16, 4, 3, 1)]}
-    table[256] = [(16, 4, 2, 1)]
-    here = {d: of[n] for d, of in table.items() if n < len(of)}
-    serves = lambda p: p.kind == "decode" and p.dim in here and p.queries == 1 and not p.page and not p.window
-    return Provider(ours, serves, instead((attend, "SHARED", attend.SHARED | here)))
+def split(splits, family=None):
+    return lambda p, given: ours(p._replace(splits=splits, family=family), given)
 
 
-def split(rounds):
-    def call(p, given):
-        return ours(p._replace(splits=max(2, round(132 * rounds / bands_of(p)))), given)
-
-    return call
-
-
-def one(kv):
-    """One consumer, two blocks a multiprocessor: tiles of 64 queries."""
-
-    def chosen(head_dim, dtype, variant, keys, value_dim=None, **kind):
-        made = config_for(head_dim, dtype, variant, keys, value_dim, **kind)
-        wide = made.head_dim > 64
-        shape = {"kv": 64 if wide else kv, "consumers": 1, "stages": 2 if wide or kv == 128 else 4, "resident": 2}
-        return replace(made, **shape, persistent=False, queries=1, sent=False, turns=False, stored=False)
-
-    return instead((hopper, "config_for", chosen))
-
-
-def short(p):
-    longest = max(x for x, _ in p.lens) if p.lens else p.queries
-    return p.kind == "forward" and longest <= 260 and p.dim <= 128 and not p.window
-
-
-narrower = lambda p: p.kind == "forward" and p.dim == 32
-broad = lambda p: p.kind == "backward" and p.dim > 128 and not p.lens and not p.window
+is_forward = lambda p: p.kind == "forward"
+short = lambda p: is_forward(p) and (max(x for x, _ in p.lens) if p.lens else p.queries) <= 260 and p.dim <= 128 and not p.window
+is_full = lambda p: is_forward(p) and not p.causal and not p.lens and not p.window and p.queries > 64 and p.dim <= 128
+brief = lambda p: p.kind == "decode" and p.keys <= 2048 and p.queries == 1
+mqa = lambda p: p.kind == "decode" and p.name == "MQA"
+many = lambda p: p.kind == "decode" and p.queries >= 64
 TRIALS = {
-    "192": Provider(ours, broad, wide_of(64, 64)),
-    "192, more keys": Provider(ours, broad, wide_of(80, 96)),
-    "32": Provider(ours, narrower, narrow({})),
-    "32, three": Provider(ours, narrower, narrow(hopper.three(128, persistent=False, queries=1, sent=False))),
-    "32, two": Provider(ours, narrower, narrow(hopper.two(192, persistent=False, queries=1, sent=False))),
-    "one": Provider(ours, short, one(128)),
-    "one, 64": Provider(ours, lambda p: short(p) and p.dim <= 64, one(64)),
-    "sm_80": Provider(lambda p, given: ours(p._replace(family="sm_80"), given), lambda p: short(p) and p.keys <= 300),
+    "before": Provider(ours, lambda p: is_forward(p) and not p.window, instead(*BEFORE)),
+    "32": Provider(ours, lambda p: is_forward(p) and p.dim == 32, instead((hopper, "config_for", narrow), BEFORE[1])),
+    "two": Provider(ours, is_full, instead(BEFORE[0], (hopper, "fitted", two_of))),
+    "one": Provider(ours, short, instead(BEFORE[0], (hopper, "fitted", one_of))),
     "parts": Provider(parts(), few),
     "parts, 2": Provider(parts(2), lambda p: few(p) and p.queries > 1),
-    "parts, 4": Provider(parts(4), lambda p: few(p) and p.queries > 1),
-    **{f"shape {n}": shared(n) for n in range(3)},
-    "split": Provider(split(1), lambda p: p.kind == "decode" and p.queries >= 64),
-    "split twice": Provider(split(2), lambda p: p.kind == "decode" and p.queries >= 64),
+    "decode before": Provider(ours, lambda p: many(p) or (p.kind == "decode" and p.dim in (96, 192)), instead((decoding, "shared_out", lambda *told: False), (attend, "PLAIN", {}))),
+    "whole": Provider(split(1), brief),
+    "whole, smaller": Provider(split(1), brief, instead((attend, "SHARED", {}))),
+    "sm_90": Provider(split(None, "sm_90"), mqa),
+    "32 parts": Provider(split(32), lambda p: mqa(p) and p.batch == 1),
+    "64 parts": Provider(split(64), lambda p: mqa(p) and p.batch == 1),
+    "4 parts": Provider(split(4), lambda p: mqa(p) and p.batch > 1),
 }
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from tiles.torch_op import traced
 
 from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
+from . import shared_out
 from .algebra import score_of
 from .asked import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, random_of, several
 from .assembled import assembled
@@ -328,6 +329,8 @@ def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     check_extents(problem)
+    if shared_out.serves(problem, family):
+        return shared_out.planned(problem, causal, scale, return_lse)
     return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
 
 

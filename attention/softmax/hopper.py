@@ -25,7 +25,7 @@ from .kind import Kind, in_pages
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
 from .seen import CAUSAL, FULL
-from .sequences import Parts
+from .sequences import Batched, Packed, Parts
 from .variants import At, Variant
 from .weights import InRegisters, InShared
 
@@ -39,7 +39,7 @@ class Config(Kind):
     that of queries. persistent: a block a multiprocessor goes through many tiles and loads the next while it finishes one; else
     a block a tile, in whose order the hardware balances what is left. sent: TMA stores the output, from the place of its
     queries, while the next tile begins; else the consumers do. turns: they take turns to issue their products. stored: weights
-    go to their product with values by way of shared memory."""
+    go to their product with values by way of shared memory. resident: blocks that a multiprocessor is to hold."""
 
     consumers: int
     stages: int = 2
@@ -79,8 +79,14 @@ class Config(Kind):
         return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
 
 
+def one(kv: int, **more: Any) -> dict[str, Any]:
+    """A shape: one consumer, and so many keys of a block, two of which share a multiprocessor."""
+    shape = {"kv": kv, "consumers": 1, "stages": 2, "persistent": False, "queries": 1, "sent": False, "turns": False}
+    return shape | {"stored": False, "resident": 2} | more
+
+
 def two(kv: int, **more: Any) -> dict[str, Any]:
-    """A shape: two consumers, and so many keys of a block."""
+    """The same of two consumers, and one block."""
     return {"kv": kv, "consumers": 2, "stages": 2, "stored": False} | more
 
 
@@ -121,6 +127,9 @@ BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {  # of a padde
 CAPPED = {1024: PERSISTENT | three(128, stored=True), math.inf: three(128, stored=True)}
 SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
+SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
+SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
+DEARER = 1.1  # what two consumers take for a row of queries, of what three do
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
@@ -143,6 +152,24 @@ def config_for(
     shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
+
+
+def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
+    """The same with tiles of fewer rows, for full and causal attention whose sequences, `pairs` with all heads, have so few
+    queries (packed: on average) that others would be idle: rows of a tile, or multiprocessors while the last tiles are worked
+    on. The bits are the same, but of many short sequences, whose blocks of keys are smaller."""
+    if config.variant not in (FULL, CAUSAL) or config.lie not in (Batched, Packed) or config.axes or config.by_list:
+        return config
+    widest = max(config.head_dim, config.value_dim)
+    if config.unrounded or config.joins or widest not in SMALL:
+        return config
+    if queries <= (SHORT if config.lie is Packed else warpgroup.ROWS) and pairs >= MANY * processors:
+        return replace(config, **SMALL[widest])
+    if config.consumers == 3 and config.variant is FULL and config.lie is Batched:
+        less = replace(config, consumers=2, stored=False, turns=True)
+        (now, then) = (-(-pairs * -(-queries // of.rows) // processors) * of.rows for of in (config, less))
+        return less if DEARER * then < now else config
+    return config
 
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
@@ -237,7 +264,7 @@ def make(config: Config):
         """Is there an r-th tile for this block?"""
         if PERSISTENT:
             return persistent_tile(r) < blocks * pairs
-        elif sequences.apart:
+        elif sequences.apart or r > 0:
             return r == 0
         else:
             block, batch, _ = place(0, blocks, heads, pairs, band, given)

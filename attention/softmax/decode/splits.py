@@ -18,6 +18,8 @@ from .reach import Reach
 
 MOST = 128  # parts
 BEGIN, COMBINE = 1, 3  # what a block's beginning and end, and the launch that combines, take: so many tiles' time (a guess)
+LONG = 4096  # keys: with fewer, forward's tiles are as fast as parts of the keys
+TILE = 128  # queries of one of forward's tiles
 FULL = 0.95  # of the places that there are for blocks at a time, as many at least should have one
 
 
@@ -173,6 +175,11 @@ def _few(blocks, places):
 
     counts = [max(1, rounds * places // blocks) for rounds in (1, 2, 3, 4)]
     return next((n for n in counts if used(n) >= FULL), max(counts, key=used))
+
+
+def idle(batch: int, queries: int, heads: int, keys: int, processors: int) -> bool:
+    """Would forward's tiles of queries leave half of the multiprocessors idle, for longer than it takes to combine parts?"""
+    return keys >= LONG and 2 * batch * heads * -(-queries // TILE) <= processors
 
 
 @follows
