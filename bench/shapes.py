@@ -93,7 +93,15 @@ def forward_problems():
         yield one(f"dim 192/128{c}", 2, 4096, 4096, 8, 8, 192, 128, causal=causal)
         for d in (64, 128):
             yield one(f"fp16 dim {d}{c}", 2, 4096, 4096, 1024 // d, 1024 // d, d, causal=causal, dtype=FP16)
-        for h, s, d in ((1, 2048, 128), (1, 8192, 128), (1, 32768, 64), (1, 65536, 128), (4, 2048, 64), (4, 4096, 128), (2, 16384, 256)):
+        for h, s, d in (
+            (1, 2048, 128),
+            (1, 8192, 128),
+            (1, 32768, 64),
+            (1, 65536, 128),
+            (4, 2048, 64),
+            (4, 4096, 128),
+            (2, 16384, 256),
+        ):
             yield one(f"few heads{c}", 1, s, s, h, h, d, causal=causal)
         for s, d in ((16, 64), (64, 128), (128, 64), (256, 128)):
             yield one(f"short{c}", 256, s, s, 16, 16, d, causal=causal)
@@ -106,7 +114,14 @@ def forward_problems():
     yield one("CLIP", 64, 257, 257, 16, 16, 80)
     yield one("Whisper", 8, 1500, 1500, 20, 20, 64)
     yield one("diffusion, image", 4, 4096, 4096, 8, 8, 40)
-    for b, s, h, d in ((1, 4608, 24, 128), (1, 4096, 32, 128), (1, 8192, 16, 128), (1, 4096, 12, 64), (8, 1024, 12, 64), (32, 512, 12, 64)):
+    for b, s, h, d in (
+        (1, 4608, 24, 128),
+        (1, 4096, 32, 128),
+        (1, 8192, 16, 128),
+        (1, 4096, 12, 64),
+        (8, 1024, 12, 64),
+        (32, 512, 12, 64),
+    ):
         yield one("few rounds", b, s, s, h, h, d)
     yield one("diffusion, text", 4, 4096, 77, 8, 8, 40)
     yield one("diffusion, image", 4, 256, 256, 8, 8, 160)
@@ -139,6 +154,7 @@ def forward_problems():
 
 def more_problems():
     """Windows and packed sequences."""
+
     def one(name, b, sq, sk, h, g, d, dv=None, **more):
         return Problem("forward", name, b, sq, sk, h, g, d, dv or d, **more)
 
@@ -156,7 +172,9 @@ def more_problems():
         total = sum(lens)
         yield Problem("forward", name, 1, total, total, h, g, d, d, causal, lens=tuple((n, n) for n in lens))
     lens = tuple((1 + 37 * n % 63, 512 + 977 * n % 7001) for n in range(16))
-    yield Problem("forward", "packed, few queries", 1, sum(x for x, _ in lens), sum(x for _, x in lens), 16, 16, 128, 128, lens=lens)
+    yield Problem(
+        "forward", "packed, few queries", 1, sum(x for x, _ in lens), sum(x for _, x in lens), 16, 16, 128, 128, lens=lens
+    )
 
 
 def decode_problems():
@@ -188,7 +206,14 @@ def decode_problems():
     yield one("short caches", 256, 1, 256, 14, 2, 64, lengths=(256,) * 256)
     yield one("short caches", 256, 1, 512, 32, 32, 128, lengths=(512,) * 256)
     yield one("short cache", 1, 1, 128, 64, 8, 128, lengths=(128,))
-    for b, tokens, keys, page in ((1, 64, 32768, 64), (1, 128, 32768, 16), (1, 256, 32768, 64), (1, 512, 32768, 16), (8, 64, 4096, 16), (1, 2048, 4096, 16)):
+    for b, tokens, keys, page in (
+        (1, 64, 32768, 64),
+        (1, 128, 32768, 16),
+        (1, 256, 32768, 64),
+        (1, 512, 32768, 16),
+        (8, 64, 4096, 16),
+        (1, 2048, 4096, 16),
+    ):
         yield one("chunk, pages", b, tokens, keys, 32, 8, 128, lengths=(keys,) * b, page=page)
     yield one("chunk", 1, 64, 32768, 32, 8, 128, lengths=(32768,))
     yield one("chunk", 1, 256, 8192, 8, 1, 128, lengths=(8192,))
@@ -216,7 +241,9 @@ def backward_problems():
     yield Problem("backward", "packed, images", 1, 8192, 8192, 12, 12, 80, 80, lens=((1024, 1024),) * 8)
     yield one("window causal", 1, 16384, 16384, 8, 8, 128, causal=True, window=(512, 0))
     lens = (8192, *[64] * 64)
-    yield Problem("backward", "packed, one long", 1, sum(lens), sum(lens), 8, 8, 128, 128, True, lens=tuple((n, n) for n in lens))
+    yield Problem(
+        "backward", "packed, one long", 1, sum(lens), sum(lens), 8, 8, 128, 128, True, lens=tuple((n, n) for n in lens)
+    )
 
 
 COSTS = {"forward": 1, "decode": 2, "backward": 3}  # kernels of a problem, about
