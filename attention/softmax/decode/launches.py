@@ -103,7 +103,7 @@ def of_many(
 
 
 def shared_out(problem: Problem, queries: int, keys: int, left: int | None = None, family: str | None = None) -> bool:
-    """Should many queries, too, go in tiles of 64 rows over parts of the keys? On Hopper, where forward's tiles would be few."""
+    """Should many queries, too, go in tiles of 64 rows over parts of the keys? On Hopper, if forward has few tiles for them."""
     gpu = machine(problem.device)
     if not (family is None and is_hopper(gpu.capability) and problem.by_tma):
         return False

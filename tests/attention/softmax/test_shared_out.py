@@ -1,5 +1,5 @@
-"""Calls with few tiles of queries and many keys: which of them decode's kernels serve, in tiles of query tokens and parts of the
-keys (shared_out.py, decode/splits.py), and that they give the same."""
+"""Calls with few tiles of queries and many keys: which of them decode's kernels serve, in tiles of query tokens and parts of
+the keys (shared_out.py, decode/splits.py), and that they give the same."""
 
 import importlib
 
