@@ -199,9 +199,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            yield from dict.fromkeys(
-                config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)
-            )
+            long = [config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)]
+            fewer = [fitted(config, queries, MANY, 1) for config in long for queries in (1, warpgroup.ROWS + 1)]
+            yield from dict.fromkeys((*long, *fewer))
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
             if head_dim <= BLOCK and variant is CAUSAL:  # for several GPUs
