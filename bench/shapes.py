@@ -187,6 +187,13 @@ def decode_problems():
     yield one("MQA", 64, 1, 4096, 32, 1, 128, lengths=(4096,) * 64)
     yield one("MQA", 1, 1, 32768, 64, 1, 128, lengths=(32768,))
     yield one("MHA", 16, 1, 2048, 32, 32, 64, lengths=(2048,) * 16)
+    for keys, h, g, d in ((8192, 8, 1, 128), (32768, 16, 1, 128), (8192, 32, 1, 128), (8192, 16, 2, 128), (4096, 32, 8, 64), (131072, 8, 1, 64), (2048, 32, 32, 128)):
+        yield one("one sequence", 1, 1, keys, h, g, d, lengths=(keys,))
+    for keys, h, g, d, page in ((512, 32, 8, 128, 16), (512, 32, 8, 64, None), (512, 32, 8, 96, None), (1024, 64, 8, 128, None), (512, 32, 8, 192, None), (512, 32, 8, 256, None)):
+        yield one("short caches", 160, 1, keys, h, g, d, lengths=(keys,) * 160, page=page)
+    short = tuple(1 + 41 * n % 1000 for n in range(160))
+    yield one("short, uneven", 160, 1, 1024, 32, 8, 128, lengths=short)
+    yield one("short, uneven", 160, 4, 1024, 32, 8, 128, lengths=short)
     for tokens, h, g in ((16, 32, 8), (16, 64, 8), (32, 32, 8), (63, 32, 8), (16, 32, 32), (16, 32, 1)):
         yield one(f"{tokens} tokens", 8, tokens, 8192, h, g, 128, lengths=(8192,) * 8)
     yield one("16 tokens", 1, 16, 32768, 32, 8, 128, lengths=(32768,))

@@ -7,12 +7,11 @@ import importlib
 
 import attention
 from attention.softmax import hopper, shared_out
-from attention.softmax.decode import attend
 from bench import shapes
 from bench.shapes import Provider, ours
 from tiles import program
 
-decoding = importlib.import_module("attention.softmax.decode.decode")
+decode_launches = importlib.import_module("attention.softmax.decode.launches")
 
 
 def forget():
@@ -83,23 +82,15 @@ def split(splits, family=None):
 is_forward = lambda p: p.kind == "forward"
 short = lambda p: is_forward(p) and (max(x for x, _ in p.lens) if p.lens else p.queries) <= 260 and p.dim <= 128 and not p.window
 is_full = lambda p: is_forward(p) and not p.causal and not p.lens and not p.window and p.queries > 64 and p.dim <= 128
-brief = lambda p: p.kind == "decode" and p.keys <= 2048 and p.queries == 1
-mqa = lambda p: p.kind == "decode" and p.name == "MQA"
-many = lambda p: p.kind == "decode" and p.queries >= 64
+brief = lambda p: p.kind == "decode" and p.keys <= 2048 and p.queries <= 4 and p.batch > 1
+alone = lambda p: p.kind == "decode" and p.batch == 1 and p.queries == 1 and p.kv_heads <= 8
 TRIALS = {
     "before": Provider(ours, lambda p: is_forward(p) and not p.window, instead(*BEFORE)),
-    "32": Provider(ours, lambda p: is_forward(p) and p.dim == 32, instead((hopper, "config_for", narrow), BEFORE[1])),
     "two": Provider(ours, is_full, instead(BEFORE[0], (hopper, "fitted", two_of))),
     "one": Provider(ours, short, instead(BEFORE[0], (hopper, "fitted", one_of))),
     "parts": Provider(parts(), few),
-    "parts, 2": Provider(parts(2), lambda p: few(p) and p.queries > 1),
-    "decode before": Provider(ours, lambda p: many(p) or (p.kind == "decode" and p.dim in (96, 192)), instead((decoding, "shared_out", lambda *told: False), (attend, "PLAIN", {}))),
-    "whole": Provider(split(1), brief),
-    "whole, smaller": Provider(split(1), brief, instead((attend, "SHARED", {}))),
-    "sm_90": Provider(split(None, "sm_90"), mqa),
-    "32 parts": Provider(split(32), lambda p: mqa(p) and p.batch == 1),
-    "64 parts": Provider(split(64), lambda p: mqa(p) and p.batch == 1),
-    "4 parts": Provider(split(4), lambda p: mqa(p) and p.batch > 1),
+    "shares": Provider(ours, brief, instead((decode_launches, "BRIEF", 0))),
+    **{f"{n} parts": Provider(split(n), alone) for n in (8, 16, 32, 64, 128)},
 }
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def forward(
 
     stream: the CUDA stream; by default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and
     TMA: Hopper, and multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first
-    where it can run.
+    where it can run, and for few queries of many keys, without options, decode's kernels, which share out the keys.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`. lse, (B, H, Sq) in float32, is the
     natural logarithm of the sum of exp(score), and -inf for a query that sees no key.

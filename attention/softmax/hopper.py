@@ -129,7 +129,7 @@ SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
 SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
 SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
-DEARER = 1.1  # what two consumers take for a row of queries, of what three do
+DEARER = {64: 1.25, 96: 1.2, 128: 1.03}  # what two consumers take for a row of queries, of what three do; 96 was not timed
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
@@ -168,7 +168,7 @@ def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
     if config.consumers == 3 and config.variant is FULL and config.lie is Batched:
         less = replace(config, consumers=2, stored=False, turns=True)
         (now, then) = (-(-pairs * -(-queries // of.rows) // processors) * of.rows for of in (config, less))
-        return less if DEARER * then < now else config
+        return less if DEARER[widest] * then < now else config
     return config
 
 

@@ -131,15 +131,16 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
     sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE,
+    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, in the shape of the greater one. tall: there are rows for more than one tile."""
+    dims, in the shape of the greater one. tall: there are rows for more than one tile. brief: each block has all keys of a
+    sequence, which are few."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
     plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
-    if room == LARGE and (split is Shares or (type(product) is Same and type(cache) is Dense)):
+    if room == LARGE and not brief and (split is Shares or (type(product) is Same and type(cache) is Dense)):
         short |= SHARED | (PLAIN if plain else {})
     if room == LARGE and split is Shares and plain:
         high = high | SHARED_TALL

@@ -32,6 +32,7 @@ from .splits import Parted, Shares, idle, shares_for, splits_for
 from .tokens import Alike, OneBehindTheOther
 
 TILES = "q", "k", "v", "out"
+BRIEF, MANY = 1024, 8  # keys, and blocks a multiprocessor: of so many short sequences one's beginning hides another's end
 FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
 
 
@@ -157,12 +158,16 @@ def of_few(
             return hopper.config_for(head_dim, value_dim, dtype, variant, reach, held, result, joins, split, axes)
         kind = variant, reach, cache, result, joins, split, early
         shape = each > attend.BAND, gpu.shared_bytes, lie, axes, norms.keys
-        return attend.config_for(head_dim, value_dim, product, *kind, *shape)
+        return attend.config_for(head_dim, value_dim, product, *kind, *shape, brief)
 
+    brief = False
     chosen, evenly = config(Parted, whole), "lengths" in problem and not packed and batch > 1  # are all keys shared out?
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
+    brief = splits is None and evenly and not tma and seen <= BRIEF and batch * kv_heads * bands >= MANY * gpu.processors
     if splits is not None:
         number, evenly = splits, False
+    elif brief:
+        number, evenly = 1, False
     elif evenly:
         reach = Growing(reach.left, reach.right, reach.padded) if "k_new" in problem else reach
         chosen = config(Shares, Either(whole, part))

@@ -18,7 +18,8 @@ from .reach import Reach
 
 MOST = 128  # parts
 BEGIN, COMBINE = 1, 3  # what a block's beginning and end, and the launch that combines, take: so many tiles' time (a guess)
-LONG = 4096  # keys: with fewer, forward's tiles are as fast as parts of the keys
+TOGETHER = 16  # parts that are combined in this time
+LONG = 2048  # keys: with fewer, forward's tiles are as fast as parts of the keys
 TILE = 128  # queries of one of forward's tiles
 FULL = 0.95  # of the places that there are for blocks at a time, as many at least should have one
 
@@ -194,6 +195,6 @@ def splits_for(blocks: int, tiles: int, processors: int) -> int:
 def _soonest(blocks, tiles, processors):
     def time(splits):
         each = -(-tiles // splits) + BEGIN
-        return -(-blocks * splits // processors) * each + COMBINE * (splits > 1)
+        return -(-blocks * splits // processors) * each + COMBINE * -(-splits // TOGETHER) * (splits > 1)
 
     return min(range(1, max(1, min(MOST, tiles)) + 1), key=time)
