@@ -97,7 +97,7 @@ def test_decode(shared, place, tokens, lengths, size, more, wanted):
         (1, 256, 32, 32768, True),
         (1, 257, 32, 32768, False),
         (2, 64, 64, 8192, False),
-        (1, 64, 8, 4000, False),
+        (1, 64, 8, 2000, False),
     ],
 )
 def test_what_leaves_multiprocessors_idle(batch, queries, heads, keys, wanted):
