@@ -12,6 +12,7 @@ from tiles.torch_op import mapped_with_grad, traced
 
 from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
+from . import shared_out
 from .algebra import score_of
 from .assembled import assembled
 from .block_masks import BAND
@@ -180,7 +181,7 @@ def forward(
 
     stream: the CUDA stream; by default the current one of q's framework. family: the instructions to use, "sm_90" (wgmma and
     TMA: Hopper, and multiples of 16 bytes) or "sm_80" (mma.sync and cp.async: any GPU since Ampere); by default the first
-    where it can run.
+    where it can run, and for few queries of many keys, without options, decode's kernels, which share out the keys.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`. lse, (B, H, Sq) in float32, is the
     natural logarithm of the sum of exp(score), and -inf for a query that sees no key.
@@ -332,6 +333,8 @@ def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """How forward does calls of this form; lse is never given."""
     check_extents(problem)
+    if shared_out.serves(problem, family):
+        return shared_out.planned(problem, causal, scale, return_lse)
     return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
 
 

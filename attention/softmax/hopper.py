@@ -24,13 +24,13 @@ from .base_config import BaseConfig, in_pages
 from .key_sources import BLOCK, Along, Apart, Arriving
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
-from .sequences import Parts
+from .sequences import Batched, Packed, Parts
 from .variants import At, Variant
 from .visible_keys import CAUSAL, FULL
 from .weights import InRegisters, InShared
 
 SHARED_BYTES = 227 * 1024
-REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
+REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Config(BaseConfig):
     persistent: each multiprocessor has one block, which goes through many tiles and loads the next one while it finishes one;
     otherwise each tile has a block, and the hardware balances the load. sent: TMA stores the output, from the slot of its
     queries, while the next tile begins; otherwise the consumers store it. turns: consumers take turns to issue their products.
-    stored: weights go to their product with values by way of shared memory."""
+    stored: weights go to their product with values by way of shared memory. resident: blocks that share a multiprocessor."""
 
     consumers: int
     stages: int = 2
@@ -48,6 +48,7 @@ class Config(BaseConfig):
     sent: bool = False
     turns: bool = True
     stored: bool = False
+    resident: int = 1
 
     @property
     def rows(self):
@@ -78,8 +79,14 @@ class Config(BaseConfig):
         return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
 
 
+def one(kv: int, **more: Any) -> dict[str, Any]:
+    """A shape: one consumer, and so many keys of a block, two of which share a multiprocessor."""
+    shape = {"kv": kv, "consumers": 1, "stages": 2, "persistent": False, "queries": 1, "sent": False, "turns": False}
+    return shape | {"stored": False, "resident": 2} | more
+
+
 def two(kv: int, **more: Any) -> dict[str, Any]:
-    """A shape: two consumers, and so many keys of a block."""
+    """The same of two consumers, and one block."""
     return {"kv": kv, "consumers": 2, "stages": 2, "stored": False} | more
 
 
@@ -120,6 +127,9 @@ BY_LENGTH: dict[tuple[int, bool], dict[float, dict[str, Any]]] = {  # of a padde
 CAPPED = {1024: PERSISTENT | three(128, stored=True), math.inf: three(128, stored=True)}
 SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
+SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
+SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
+DEARER = {64: 1.25, 96: 1.2, 128: 1.03}  # what two consumers take for a row of queries, of what three do; 96 was not timed
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
@@ -143,6 +153,24 @@ def config_for(
     shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
+
+
+def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
+    """The same with tiles of fewer rows, for full and causal attention whose sequences, `pairs` with all heads, have so few
+    queries (packed: on average) that others would be idle: rows of a tile, or multiprocessors while the last tiles are worked
+    on. The bits are the same, but of many short sequences, whose blocks of keys are smaller."""
+    if config.variant not in (FULL, CAUSAL) or config.lie not in (Batched, Packed) or config.axes or config.by_list:
+        return config
+    widest = max(config.head_dim, config.value_dim)
+    if config.unrounded or config.joins or widest not in SMALL:
+        return config
+    if queries <= (SHORT if config.lie is Packed else warpgroup.ROWS) and pairs >= MANY * processors:
+        return replace(config, **SMALL[widest])
+    if config.consumers == 3 and config.variant is FULL and config.lie is Batched:
+        less = replace(config, consumers=2, stored=False, turns=True)
+        (now, then) = (-(-pairs * -(-queries // of.rows) // processors) * of.rows for of in (config, less))
+        return less if DEARER[widest] * then < now else config
+    return config
 
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
@@ -172,9 +200,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            yield from dict.fromkeys(
-                config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)
-            )
+            long = [config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)]
+            fewer = [fitted(config, queries, MANY, 1) for config in long for queries in (1, warpgroup.ROWS + 1)]
+            yield from dict.fromkeys((*long, *fewer))
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
             if head_dim <= BLOCK and variant is CAUSAL:  # for several GPUs
@@ -238,7 +266,7 @@ def make(config: Config):
         """Does this block have an r-th tile?"""
         if PERSISTENT:
             return persistent_tile(r) < blocks * pairs
-        elif sequences.apart:
+        elif sequences.apart or r > 0:
             return r == 0
         else:
             block, batch, _ = place(0, blocks, heads, pairs, band, given)
@@ -307,7 +335,7 @@ def make(config: Config):
             v.wait(i)
             v.release(i)
 
-    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: tiled(config.query, unit=1), gK: held.source(config.key), gV: held.source(config.value), gO: OUTPUT,
         gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT,

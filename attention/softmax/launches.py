@@ -222,7 +222,10 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
         before = hopper_fp8.pays_to_turn(hopper_fp8.padded_dim(head_dim, value_dim), *load)
         return hopper_fp8.config_for(head_dim, made.variant, value_dim, units, kv_len, before, **kind)
     if tma:
-        return hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
+        config = hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
+        batch, queries, heads = problem("BSH")
+        sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
+        return hopper.fitted(config, batch * queries / sequences, sequences * heads, gpu.processors)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
     return ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
 

@@ -23,6 +23,7 @@ from .base_config import BackwardConfig
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 WEIGHTS, SLOPES = 0, 1  # the consumer that computes weights, and the one that computes dS
+DIMS = 128, 192, 256  # padded
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,23 @@ def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> boo
     return max(head_dim, value_dim or 0) > 128 and variant.light
 
 
+def padded(head_dim: int, value_dim: int | None) -> tuple[int, int]:
+    """The next larger dims: of queries and keys, and of values."""
+    return min(d for d in DIMS if d >= head_dim), min(d for d in DIMS if d >= (value_dim or head_dim))
+
+
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem."""
-    return Config(256, 256, dtype, variant, warpgroup.ROWS, warpgroup.ROWS)
+    """The configuration that serves a problem: the next larger dims."""
+    return Config(*padded(head_dim, value_dim), dtype, variant, warpgroup.ROWS, warpgroup.ROWS)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
     if arch == "sm_90a":
-        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
-            yield config_for(256, of, variant)
+        forms, dims = (bf16, fp16) if everything else (bf16,), ((192, 192), (192, 128), (256, 256))
+        for of, variant, (head_dim, value_dim) in itertools.product(forms, (FULL, CAUSAL), dims):
+            yield config_for(head_dim, of, variant, value_dim)
 
 
 @functools.cache

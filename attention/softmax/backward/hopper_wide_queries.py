@@ -16,6 +16,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from ..base_config import BaseConfig
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
+from .hopper_wide import padded
 
 CONSUMERS, REGISTERS = 2, (24, 240)  # registers a thread of producer and consumer
 
@@ -46,15 +47,16 @@ class Config(BaseConfig):
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: Variant, value_dim: int | None = None) -> Config:
-    """The configuration that serves a problem."""
-    return Config(256, 256, dtype, variant, 64)
+    """The configuration that serves a problem: the next larger dims."""
+    return Config(*padded(head_dim, value_dim), dtype, variant, 64)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
     if arch == "sm_90a":
-        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
-            yield config_for(256, of, variant)
+        forms, dims = (bf16, fp16) if everything else (bf16,), ((192, 192), (192, 128), (256, 256))
+        for of, variant, (head_dim, value_dim) in itertools.product(forms, (FULL, CAUSAL), dims):
+            yield config_for(head_dim, of, variant, value_dim)
 
 
 @functools.cache

@@ -115,6 +115,7 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multi
     227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
 SHARED = {128: (32, 4, 2, 1)}  # the same of dense caches of 16 bits, and of shares, where a block begins and ends several times
+PLAIN = {96: (32, 4, 2, 1), 192: (32, 4, 2, 1)}  # and of plain attention over dense caches alone
 NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
 SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
@@ -130,18 +131,19 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
     sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE,
+    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, in the shape of the greater one. tall: there are rows for more than one tile."""
+    dims, in the shape of the greater one. tall: there are rows for more than one tile. brief: each block has all keys of a
+    sequence, which are few."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
-    if room == LARGE and (split is Shares or (type(product) is Same and type(cache) is Dense)):
-        short |= SHARED
-    if room == LARGE and split is Shares:
-        plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
-        high = high | SHARED_TALL if plain else high
+    plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
+    if room == LARGE and not brief and (split is Shares or (type(product) is Same and type(cache) is Dense)):
+        short |= SHARED | (PLAIN if plain else {})
+    if room == LARGE and split is Shares and plain:
+        high = high | SHARED_TALL
     tall = tall and keys_norm.slim and dim in high
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
     parted = split is Parted and room == LARGE and band == BAND and dim in NARROW

@@ -28,10 +28,11 @@ from .norms import Norms
 from .products import Narrow, NarrowByKey, Same
 from .reach import Everything, Growing, MaskedRows, Reach, ScoredRows, Sloped
 from .results import Either, Part, PartOfPacked, Whole
-from .splits import Parted, Shares, shares_for, splits_for
+from .splits import Parted, Shares, idle, shares_for, splits_for
 from .tokens import Alike, OneBehindTheOther
 
 TILES = "q", "k", "v", "out"
+BRIEF, MANY = 1024, 8  # keys, and blocks a multiprocessor: of so many short sequences one's beginning hides another's end
 FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
 
 
@@ -102,6 +103,17 @@ def of_many(
     return Plan([*before.steps, step], before.scratch)
 
 
+def shared_out(problem: Problem, queries: int, keys: int, left: int | None = None, family: str | None = None) -> bool:
+    """Should many queries, too, go in tiles of 64 rows over parts of the keys? On Hopper, if forward has few tiles for them."""
+    gpu = machine(problem.device)
+    if not (family is None and is_hopper(gpu.capability) and problem.by_tma):
+        return False
+    batch, heads = problem("BH")
+    sequences = problem("N")[0] if "cu_seqlens" in problem else batch
+    seen = keys if left is None else min(keys, left + queries)
+    return idle(sequences, -(-batch * queries // sequences), heads, seen, gpu.processors)
+
+
 def of_few(
     problem: Problem,
     asked: Asked,
@@ -117,8 +129,9 @@ def of_few(
 ) -> Plan:
     """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys. family: sm_90 if asked for;
     Hopper's tiles serve what more than one of the others would take. ValueError."""
-    batch, tokens, heads, head_dim, kv_heads, value_dim, sequences = problem("BSHDGVN")
+    batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
+    sequences = problem("N")[0] if packed else batch
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, piece = tokens * group, problem.bytes_at_once(*TILES)
     product, of_products = _product(problem)
@@ -145,12 +158,16 @@ def of_few(
             return hopper.config_for(head_dim, value_dim, dtype, variant, reach, held, result, joins, split, axes)
         kind = variant, reach, cache, result, joins, split, early
         shape = each > ampere.BAND, gpu.shared_bytes, lie, axes, norms.keys
-        return ampere.config_for(head_dim, value_dim, product, *kind, *shape)
+        return ampere.config_for(head_dim, value_dim, product, *kind, *shape, brief)
 
+    brief = False
     chosen, evenly = config(Parted, whole), "lengths" in problem and not packed and batch > 1  # are all keys shared out?
     bands = rows // chosen.band + sequences if packed else -(-rows // chosen.band)
+    brief = splits is None and evenly and not tma and seen <= BRIEF and batch * kv_heads * bands >= MANY * gpu.processors
     if splits is not None:
         number, evenly = splits, False
+    elif brief:
+        number, evenly = 1, False
     elif evenly:
         reach = Growing(reach.left, reach.right, reach.padded) if "k_new" in problem else reach
         chosen = config(Shares, Either(whole, part))

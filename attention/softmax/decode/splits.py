@@ -18,6 +18,9 @@ from .reach import Reach
 
 MOST = 128  # parts
 BEGIN, COMBINE = 1, 3  # the time of a block's beginning and end, and of the launch that combines, in tiles (a guess)
+TOGETHER = 16  # parts that are combined in this time
+LONG = 2048  # keys: with fewer, forward's tiles are as fast as parts of the keys
+TILE = 128  # queries of one of forward's tiles
 FULL = 0.95  # at least this share of the places for blocks should be taken
 
 
@@ -173,18 +176,24 @@ def _few(blocks, places):
     return next((n for n in counts if used(n) >= FULL), max(counts, key=used))
 
 
+def idle(batch: int, queries: int, heads: int, keys: int, processors: int) -> bool:
+    """Would forward's tiles of queries leave half of the multiprocessors idle, for longer than it takes to combine parts?"""
+    return keys >= LONG and 2 * batch * heads * -(-queries // TILE) <= processors
+
+
 @follows
-def splits_for(blocks: int, tiles: int, places: int) -> int:
+def splits_for(blocks: int, tiles: int, places: int, together: int = TOGETHER) -> int:
     """The fewest splits with which a call ends soonest, by shapes alone. blocks: without splits, each of which has up to
     `tiles` tiles of keys. places: for blocks at a time. A multiprocessor works at the speed of its share of memory, on one
-    block or several at a time, so what counts is how many blocks a place gets."""
-    return _soonest(blocks, tiles, places)
+    block or several at a time, so what counts is how many blocks a place gets. together: parts that are combined in the time
+    COMBINE."""
+    return _soonest(blocks, tiles, places, together)
 
 
 @functools.lru_cache(4096)
-def _soonest(blocks, tiles, places):
+def _soonest(blocks, tiles, places, together):
     def time(splits):
         each = -(-tiles // splits) + BEGIN
-        return -(-blocks * splits // places) * each + COMBINE * (splits > 1)
+        return -(-blocks * splits // places) * each + COMBINE * -(-splits // together) * (splits > 1)
 
     return min(range(1, max(1, min(MOST, tiles)) + 1), key=time)

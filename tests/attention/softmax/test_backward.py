@@ -33,7 +33,8 @@ def test_lengths_around_every_tile_edge(place, lengths, head_dim, causal, family
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim", "dtype"), [(8, 8, BF16), (72, 40, FP16), (64, 128, BF16), (192, 128, BF16), (256, 256, FP16)]
+    ("head_dim", "value_dim", "dtype"),
+    [(8, 8, BF16), (72, 40, FP16), (64, 128, BF16), (192, 128, BF16), (256, 256, FP16), (160, 184, FP16), (64, 200, BF16)],
 )
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_every_head_dim(place, head_dim, value_dim, dtype, family):

@@ -15,6 +15,7 @@ from places import BF16, RANDOMLY, OnCard, OnInterpreter
 import attention
 from attention import reference
 from attention.softmax import ampere, hopper
+from attention.softmax.sequences import Batched, Packed
 from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16
 from tiles.cp_async import PIECES
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("family")
 FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
 
 
+PACKED = {"lie": Packed, "axes": (), "by_list": False}
 AS_COMPILED = [  # (family, head_dim, causal, length): each head dim, the least by both families
     ("sm_90", 64, True, 200),
     ("sm_80", 64, True, 140),
@@ -77,6 +79,22 @@ def test_more_keys_than_short_tiles_have(place, head_dim, causal, seq_kv):
     agree(place, *inputs(1, 200, seq_kv, 2 if isinstance(place, OnInterpreter) else 100, 1, head_dim), causal=causal)
 
 
+@pytest.mark.parametrize(("head_dim", "seq_kv"), [(64, 150), (64, 4100), (96, 1100), (128, 2100)])
+def test_three_consumers(place, head_dim, seq_kv):
+    """As many queries, heads and multiprocessors as leave none of the three idle."""
+    heads = 3 if isinstance(place, OnInterpreter) else 132
+    agree(place, *inputs(1, 190, seq_kv, heads, heads, head_dim))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [40, 96, 128])
+def test_many_short_sequences(place, head_dim, causal):
+    """Tiles of one consumer, of which two blocks share a multiprocessor."""
+    heads = 4 if isinstance(place, OnInterpreter) else 180
+    agree(place, *inputs(3, 20, 140, heads, heads // 2, head_dim), causal=causal)
+    agree(place, *inputs(heads, 64, 64, 3, 3, head_dim), causal=causal)
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(1, 2), st.integers(1, 260), st.integers(1, 400), st.integers(1, 2), st.integers(1, 2), st.integers(1, 16),
@@ -104,6 +122,34 @@ def test_random_problems_on_the_card(batch, seq_q, seq_kv, heads_kv, group, eigh
 def test_no_hazard_under_random_orders(head_dim, seed, monkeypatch):
     monkeypatch.setenv("TILES_SEED", str(seed))
     agree(OnInterpreter(), *inputs(1, 130, 520, 1, 1, head_dim), causal=bool(seed % 2))
+
+
+# ---- shapes
+@pytest.mark.parametrize(
+    ("head_dim", "variant", "queries", "pairs", "kind", "wanted"),
+    [
+        (64, FULL, 64, 528, {}, 64),
+        (64, FULL, 64, 527, {}, 128),
+        (64, FULL, 65, 528, {}, 128),
+        (64, FULL, 190, 132, {}, 192),
+        (64, FULL, 4096, 128, {}, 192),  # many rounds
+        (128, CAUSAL, 64, 528, {}, 64),
+        (128, CAUSAL, 67, 4096, PACKED, 64),
+        (128, CAUSAL, 97, 4096, PACKED, 128),
+        (256, FULL, 64, 4096, {}, 128),
+        (64, CAUSAL, 64, 4096, {"lie": Batched, "axes": (), "by_list": True}, 192),
+    ],
+)
+def test_tiles_have_as_many_rows_as_there_are_queries(head_dim, variant, queries, pairs, kind, wanted):
+    config = hopper.config_for(head_dim, bf16, variant, 512, **kind)
+    assert hopper.fitted(config, queries, pairs, 132).rows == wanted
+
+
+def test_two_consumers_where_three_leave_multiprocessors_idle():
+    """4 heads of 4096 queries: 88 tiles of 192 rows, or 128 of 128; the same blocks of keys."""
+    config = hopper.config_for(128, bf16, FULL, 4096)
+    less = hopper.fitted(config, 4096, 4, 132)
+    assert (config.rows, less.rows) == (192, 128) and config.kv == less.kv and not less.stored
 
 
 # ---- properties ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""Calls with few tiles of queries and many keys: which of them decode's kernels serve, in tiles of query tokens and parts of
+the keys (shared_out.py, decode/splits.py), and that they give the same."""
+
+import importlib
+
+import judged_decode
+import numpy as np
+import pytest
+from judged import agree, inputs
+
+import attention
+from attention.softmax import shared_out
+from attention.softmax.decode import launches, splits
+from tiles.device import Interpreter
+
+PROCESSORS = 40
+
+
+@pytest.fixture
+def shared(monkeypatch, nothing_known):
+    """With more multiprocessors than a problem here has tiles, and where 100 keys are many. The calls of of_few that come."""
+    of_few, calls = launches.of_few, []
+    monkeypatch.setattr(launches, "machine", lambda ordinal: Interpreter(processors=PROCESSORS))
+    monkeypatch.setattr(shared_out, "LEAST", 60)
+    monkeypatch.setattr(splits, "LONG", 100)
+    for module in (shared_out, importlib.import_module("attention.softmax.decode.decode")):
+        monkeypatch.setattr(module, "of_few", lambda *told: calls.append(told) or of_few(*told))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "head_dim", "causal", "layout"),
+    [
+        ((1, 200), (8, 2), 128, False, "bshd"),
+        ((5, 300), (4, 2), 64, True, "bhsd"),
+        ((40, 130), (2, 2), 96, True, "bshd"),
+        ((64, 150), (1, 1), 256, False, "bshd"),
+        ((70, 200), (2, 1), 128, True, "bhsd"),
+        ((130, 270), (2, 2), 64, True, "bshd"),
+    ],
+)
+def test_forward(shared, place, lengths, heads, head_dim, causal, layout):
+    """Tiles of 16, 32 and 64 rows, of several heads or of one alone; of more rows than a tile has."""
+    agree(place, *inputs(1, *lengths, *heads, head_dim, layout=layout), causal=causal, layout=layout)
+    assert len(shared) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "more"),
+    [
+        ((1, 50), (2, 2), {}),  # few keys
+        ((1, 200), (2, 2), {"family": "sm_90"}),
+        ((1, 200), (2, 2), {"softcap": 5.0}),
+        ((110, 200), (2, 2), {}),  # nearly as many queries as keys
+        ((70, 200), (22, 2), {}),  # tiles for more than half of the multiprocessors
+    ],
+)
+def test_what_forward_does_itself(shared, place, lengths, heads, more):
+    agree(place, *inputs(1, *lengths, *heads, 64), **more)
+    assert not shared
+
+
+def test_gradients_come_as_ever(shared):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x.astype(np.float32)).bfloat16() for x in inputs(1, 3, 120, 2, 1, 64))
+    found = []
+    for more in ({}, {"family": "sm_90"}):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention.forward(*leaves, causal=True, **more)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    assert len(shared) == 1
+    for one, other in zip(*found):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "size", "more", "wanted"),
+    [
+        (70, (200,), None, {}, 1),
+        (70, (200, 90), 16, {}, 1),
+        (66, (300,), 64, {"window": (150, 0)}, 1),
+        (70, (200,), None, {"window": (20, 0)}, 0),  # which sees few keys
+        (70, (200,), None, {"family": "sm_90"}, 0),
+    ],
+)
+def test_decode(shared, place, tokens, lengths, size, more, wanted):
+    """A part of a prompt over a long cache."""
+    q, k, v = judged_decode.case(lengths, tokens=tokens, heads=2, kv_heads=1, head_dim=64)
+    judged_decode.agree(place, q, k, v, lengths, size=size, **more)
+    assert len(shared) == wanted
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "heads", "keys", "wanted"),
+    [
+        (1, 64, 32, 32768, True),
+        (1, 256, 32, 32768, True),
+        (1, 257, 32, 32768, False),
+        (2, 64, 64, 8192, False),
+        (1, 64, 8, 2000, False),
+    ],
+)
+def test_what_leaves_multiprocessors_idle(batch, queries, heads, keys, wanted):
+    assert splits.idle(batch, queries, heads, keys, 132) is wanted
