@@ -372,6 +372,8 @@ def main(words, providers=PROVIDERS):
                 break
             continue
         rows.append(line(p, times, errors, missing, speed, time.time() - one))
+        if os.environ.get("SHAPES_SHOW"):
+            print(rows[-1][1], flush=True)
     for _, text in sorted(rows, key=lambda x: -x[0]):
         print(text)
     if skipped:

@@ -293,7 +293,7 @@ def test_threads(gpu):
     def arrays(thread, length):
         q, out = (tokens(1, 1, 8, 64, MEMORY + (4 * thread + n) * ROOM) for n in (0, 1))
         k, v = (tokens(1, length, 8, 64, MEMORY + (4 * thread + n) * ROOM + 16 * length) for n in (2, 3))
-        return (q, k, v, out, None), (thread % 2 == 0, None, False, None), "bshd"
+        return (q, k, v, out, None), (thread % 2 == 0, None, False, "sm_90"), "bshd"  # one launch
 
     calls = [(thread, length) for thread in range(8) for length in range(1, 4000, 97)]
     wanted = {each: fresh(gpu.call, _forward, *arrays(*each))[0] for each in calls}
