@@ -8,7 +8,7 @@ from attention.mla import ampere as mla_ampere
 from attention.mla import boxes, products
 from attention.mla import hopper as mla_hopper
 from attention.mla import quantised as mla_quantised
-from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, token_loop
+from attention.recurrent.kernels import chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, token_loop
 from attention.recurrent.kernels.gates import ByHead, BySteps, ByToken
 from attention.recurrent.kernels.results import Normalizer, Outputs, States
 from attention.softmax import ampere, backward, hopper, hopper_fp8
@@ -126,5 +126,7 @@ def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
 
 def test_only_what_is_asked_for():
     found = list(inspect.configurations(True, "sm_90a", ("linear", "gla", "Dk 128", "varlen")))
-    assert {module for _, module, _ in found} == {gla_hopper} and all(x.varlen and x.key_dim == 128 for *_, x in found)
-    assert len(found) == 6
+    assert {module for _, module, _ in found} == {gla_hopper, gla_states_hopper} and all(
+        x.varlen and x.key_dim == 128 for *_, x in found
+    )
+    assert len(found) == 12
