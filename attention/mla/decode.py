@@ -218,7 +218,7 @@ def _plan(
     config = shape(reach, Part(dtype, piece))
     bands = -(-rows // config.band)
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
-    parts = splits_for(batch * bands, tiles, places, together=MOST) if splits is None else splits
+    parts = splits_for(batch * bands, tiles, places, MOST) if splits is None else splits
     told = {"splits": parts, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     to, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
     if parts == 1:
