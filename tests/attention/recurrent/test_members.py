@@ -236,11 +236,11 @@ def test_a_divisor_with_decays_of_channels_is_not_for_sm_90():
         linear(**tokens, normalize=True, family="sm_90")
 
 
-def test_long_keys_are_not_for_sm_90_with_the_delta_rule():
+def test_long_keys_with_decays_of_channels_are_not_for_sm_90():
     for length in 5, 0:
         x, beta = np.zeros((1, length, 1, 256), BF16), np.zeros((1, length, 1), F32)
         with pytest.raises(ValueError, match="^family: sm_90 takes keys of at most 128 columns: family='sm_90', q has 256"):
-            MEMBERS["delta rule"].call(x, x, x, beta, family="sm_90")
+            MEMBERS["KDA"].call(x, x, x, beta, decay=np.zeros(x.shape, F32), family="sm_90")
 
 
 # ---- everybody's arrays ------------------------------------------------------------------------------------------------
