@@ -62,8 +62,9 @@ def compiling() -> bool:
 
 
 def exporting() -> bool:
-    """Does torch.export trace this? Of an autograd.Function it would keep the forward pass alone. torch is there."""
-    return sys.modules["torch"].compiler.is_exporting()
+    """Does torch.export trace this? Of an autograd.Function it would keep the forward pass alone. torch is there. Dynamo takes
+    torch.compiler.is_exporting() for true whatever it traces, in torch 2.11 at least, so the flag is read that this reads."""
+    return getattr(sys.modules["torch"].compiler, "_is_exporting_flag", False)
 
 
 def transformed() -> bool:

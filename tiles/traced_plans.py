@@ -56,10 +56,11 @@ class TracedPlan:
         if last is None or self.tries == 0:
             return self.call
         self.tries -= 1
-        self.free = [one for one in self.variables if one in self.free or one.of(last) != one.of(lengths)]
-        if not self.free or len(self.free) > MOST or guarded_calls.PAST in [one.part for one in self.free]:
+        before = self.free  # another thread may replace it meanwhile
+        free = self.free = [one for one in self.variables if one in before or one.of(last) != one.of(lengths)]
+        if not free or len(free) > MOST or guarded_calls.PAST in [one.part for one in free]:
             return self.call
-        fixed = {one.name: one.of(lengths) for one in self.variables if one not in self.free}
-        plan = self.trace.narrowed([one.name for one in self.free], fixed, self.plan)
-        self.call = plan and guarded_calls.guarded(names, known, arrays, lengths, [one[1:] for one in self.free], plan)
+        fixed = {one.name: one.of(lengths) for one in self.variables if one not in free}
+        plan = self.trace.narrowed([one.name for one in free], fixed, self.plan)
+        self.call = plan and guarded_calls.guarded(names, known, arrays, lengths, [one[1:] for one in free], plan)
         return self.call

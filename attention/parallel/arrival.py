@@ -16,7 +16,7 @@ import torch
 from ..softmax.key_sources import BLOCK
 from ..softmax.remote_keys import Seen
 from .choice import ITEM
-from .gather_in_place import SERVED, before_it, seen_of
+from .gather_in_place import before_it, seen_of, served
 from .orders import Span, Spans, count, places
 from .pieces import Call
 
@@ -49,7 +49,7 @@ def arrival_of(rank: int, queries: Sequence[Spans], keys: Sequence[Spans], batch
     """That of a rank, if each has one: the queries of all of them see keys from the first on, each rank's as one launch."""
     pieces = [call.joined(spans, batch, least=1) for spans in queries]
     at_blocks = all([len(spans) <= 2 and all([span.start % BLOCK == 0 for span in spans]) for spans in keys])
-    if batch != 1 or None in pieces or not at_blocks or not call.told.keys() <= SERVED:
+    if batch != 1 or None in pieces or not at_blocks or not served(call):
         return None
     piece, own = pieces[rank], keys[rank]
     assert piece is not None, "every rank has one"

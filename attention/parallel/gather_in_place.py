@@ -13,7 +13,14 @@ from .orders import Span, Spans
 from .peers import Peers
 from .pieces import Call, Piece
 
-SERVED = {"causal", "scale", "deterministic"}  # the options that such a call may have
+SERVED = {"causal", "scale", "deterministic", "family"}  # the options that such a call may have
+
+
+def served(call: Call) -> bool:
+    """Are its options those of such a call?"""
+    return call.told.keys() <= SERVED and call.told.get("family") != "sm_80"
+
+
 ALIGNMENT = 16  # bytes: addresses that TMA reads are multiples of this
 
 
@@ -29,7 +36,7 @@ class Others:
     @staticmethod
     def of(k: Any, v: Any, queries: Spans, own: Spans, its: Way, call: Call) -> Others | None:
         """The object for calls of this form; None if they cannot be served like this."""
-        piece = call.joined(queries, k.shape[0], least=1) if call.plain and call.told.keys() <= SERVED else None
+        piece = call.joined(queries, k.shape[0], least=1) if call.plain and served(call) else None
         at_blocks = all([end % BLOCK == 0 or end == call.keys for span in own for end in span])
         if piece is None or not (its.by_rows and its.receives and at_blocks and len(own) <= 2 and k.shape[0] == 1):
             return None

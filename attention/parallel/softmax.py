@@ -12,12 +12,15 @@ from typing import Any
 import torch
 
 import attention
+from tiles.frameworks import describe
 
+from ..families import choose as family_of
 from ..options import flag
 from ..softmax.autograd import adjacent
 from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
 from ..softmax.call_options import differentiated
+from ..softmax.forward import FORWARD
 from ..softmax.gradient import ONCE, flat, grouped
 from .agreement import PLAIN, agreed, check_ends, form_of, remembered, words_of
 from .choice import SCHEMES, SHARE, Choice, choose, least_turns, refusal, turns_of
@@ -31,6 +34,7 @@ from .pieces import Call
 from .ring import Ring
 from .ulysses import Heads, Shared, together
 
+PLAINLY = {"causal", "scale", "deterministic", "family"}  # options of forward that all of its families' plainest kernels have
 NORMS, WRITTEN = ("q_norm", "k_norm"), ("lse", "accumulate")  # of attention.forward's arguments; the latter are not served
 _AS_IT_IS = nullcontext()
 INDICES = 2**24  # see softmax/forward.py
@@ -131,12 +135,12 @@ class Plan:
 
     def __init__(self, scheme: Any, length: int, keys: int, choice: Choice | str, call: Call):
         self.scheme, self.length, self.keys, self.choice = scheme, length, keys, choice
-        self.plain = call.plain
+        self.plain, self.family = call.plain, call.told["family"]
         self.known = call if call.plain and "k_norm" not in call.told else None
 
     def call(self, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
         """A call of this form."""
-        return self.known or called(self.length, self.keys, q, k, v, told)
+        return self.known or called(self.length, self.keys, q, k, v, told | {"family": self.family})
 
 
 def called(length: int, keys: int, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
@@ -247,7 +251,7 @@ def _planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: 
             f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
         )
     check_ends(told.get("cu_seqlens"), total, planning=True)
-    call = called(total, length_k, q, k, v, told)
+    call = called(total, length_k, q, k, v, told | {"family": _family(q, k, v, told)})
     limit = _limit(memory, q)
     choice = _choice(peers, scheme, call, q.shape[0], queries, keys, limit)
     name = choice.scheme if isinstance(choice, Choice) else choice
@@ -256,6 +260,15 @@ def _planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: 
     named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name != "seed"]
     plan = [f"length={total}", f"length_k={length_k}", f"{scheme=}", f"chosen={name}", f"{turns=}", f"{order=}"]
     return "; ".join([*forms, *plan, *named]), Plan(found, total, length_k, choice, call)
+
+
+def _family(q: Any, k: Any, v: Any, told: dict[str, Any]) -> str | None:
+    """The family of kernels. A plain call names the one that it would get: if none is named, forward serves few queries of many
+    keys, as a rank has them, by decode's kernels, and the last bits would be others than one GPU's."""
+    if told.get("family") or not told.keys() <= PLAINLY:
+        return told.get("family")
+    forms = {name: describe(x.detach(), name).form for name, x in zip("qkv", (q, k, v))}
+    return family_of(FORWARD.problem(forms, "bshd"), None)
 
 
 def _limit(memory: Any, q: Any) -> float:

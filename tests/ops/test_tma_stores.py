@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import load, prefetch, store_wait, tma_add, warpgroup
+from ops import load, prefetch, store_wait, tma_add, warpgroup, zeros
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, sv, tensor
 from tiles.interpreter import interpret
 from tiles.testing import blank, meaning, pairs, ptx
@@ -185,9 +185,8 @@ def test_ends_with_the_newest_in_flight():
 
     @tiles.inlined
     def tiles_of_zeros():
-        return load(zero, rt(16, 64, bf16), (0, 0))
+        return zeros(rt(16, 64, bf16))
 
-    zero = np.zeros((16, 64), bf16.np)
     with pytest.raises(Hazard, match="nobody has waited for the TMA store of shared tile 'y'"):
         interpret(cuda.jit(kernel), (1, 1, 1), 128, [tensor(np.zeros((64, 64), bf16.np), S)], Y)
 

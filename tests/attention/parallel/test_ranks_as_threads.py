@@ -24,6 +24,7 @@ from attention.parallel.peers import Pending
 from attention.parallel.recurrent import Delta
 from attention.parallel.ring import Ring
 from attention.recurrent import chunks
+from attention.softmax import shared_out
 
 OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
 
@@ -52,6 +53,18 @@ def test_any_length(length, world, scheme, order, options, seed):
             torch.testing.assert_close(sums, lse[:, :, rows], rtol=0, atol=2**-10)
         else:
             assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
+
+
+def test_few_queries_of_a_rank_take_the_kernels_of_all(monkeypatch):
+    """Where forward by itself would serve so few by decode's, whose last bits are others."""
+    monkeypatch.setattr(shared_out, "LEAST", 64)
+    q, k, v = drawn(190, 1, 1, dim=64)
+    out = attention.forward(q, k, v)
+    few = attention.forward(q[:, :60], k, v)
+    assert not torch.equal(few, out[:, :60])  # as it would be without
+    told = dict(scheme="gather", order="contiguous", length=190)
+    found = together(3, lambda peers: parallel.forward(*[share(x, peers) for x in (q, k, v)], group=peers, **told))
+    assert torch.equal(torch.cat(found, 1), out)
 
 
 @pytest.mark.parametrize(("dim", "options"), [(64, {}), (128, dict(softcap=5.0))])
