@@ -10,7 +10,7 @@ from noting import RUNS, Counted, gpu, noted  # noqa: F401
 torch = pytest.importorskip("torch")
 
 from tiles import traced_plans  # noqa: E402
-from tiles.lengths import made  # noqa: E402
+from tiles.lengths import Trace, made  # noqa: E402
 from tiles.program import Plan  # noqa: E402
 
 MANY = "x BSD real\n y BSD real\n out BSD float32 made"
@@ -82,6 +82,22 @@ def test_it_is_written_a_few_times(many, monkeypatch):
     for _ in range(200):
         called(many, int(rng.integers(2, 5)), int(rng.integers(1, 50)), int(rng.integers(50, 90)))
     assert len(written) <= 3 * traced_plans.TRIES
+
+
+def test_another_thread_finds_more_that_differs_meanwhile(many, monkeypatch):
+    """What is written for some lengths is of these, though those that are known to differ have become more."""
+    plans, init, narrowed = [], traced_plans.TracedPlan.__init__, Trace.narrowed
+
+    def meanwhile(self, *args):
+        for one in plans:
+            one.free = [*one.variables]
+        return narrowed(self, *args)
+
+    monkeypatch.setattr(traced_plans.TracedPlan, "__init__", lambda self, *args: plans.append(self) or init(self, *args))
+    monkeypatch.setattr(Trace, "narrowed", meanwhile)
+    for rows in range(2, 20):
+        called(many, 2, rows)
+    assert plans
 
 
 def test_threads(many, monkeypatch):
