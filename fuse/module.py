@@ -24,7 +24,7 @@ from .lines import WIDTH, assigned, broken, cut_at_commas, imports
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
 HOMES |= {"share_of": "attention.dropout"}
-HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums")}
+HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multiplied
 
@@ -226,8 +226,7 @@ def array(name: str) -> str:
 
 
 def one_number(name: str, at: str, dtype: str) -> str:
-    """The expression that reads one number of an array of this dtype. Of 16 bits and of 8 Numba would take the bits for an
-    integer, so they are read as a vector of which the array has no more."""
+    """The expression that reads one number of an array of this dtype."""
     if dtype == "float32" or "int" in dtype:
         return f"{name}[{at}]"
-    return f"tile_sum(load({name}, rt(16, 16, fp32).row_vec, ({at}{',' * (',' not in at)})))"
+    return f"load_number({name}, ({at}{',' * (',' not in at)}))"

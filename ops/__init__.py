@@ -54,6 +54,7 @@ from .memory.shared_vectors import last_element, load_row
 from .memory.tma import prefetch
 from .memory.tma_by_warp import store_wait, stores_done, tma_add, tma_store
 from .memory.unordered import load_pages, load_unordered, store_unordered, store_widened
+from .reductions.numbers import load_number
 from .reductions.reduce import (
     col_max,
     col_min,
@@ -84,17 +85,17 @@ from .shape.viewed import viewed
 __all__ = [
     "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
     "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored", "count_up",
-    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh", "greater",
-    "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element", "lazy_maximum",
-    "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_pages", "load_row", "load_unordered", "log",
-    "log2", "look_up", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt",
-    "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty",
-    "prefetch", "product", "rasterize", "raw", "reciprocal", "relu", "rescale", "rezipped", "right_fill", "row_index",
-    "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "store",
-    "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all",
-    "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu",
-    "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warpgroup", "where",
-    "zeros", "zipped",
+    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
+    "greater", "greater_equal", "grid", "hstack", "inverse_unit_lower", "lane_moment", "lane_sum", "last_element",
+    "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_held", "load_number", "load_pages",
+    "load_row", "load_unordered", "log", "log2", "look_up", "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB",
+    "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty", "not_equal", "ones",
+    "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product", "rasterize", "raw", "reciprocal", "relu",
+    "rescale", "rezipped", "right_fill", "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt",
+    "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait", "store_widened", "stores_done",
+    "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum",
+    "tma_add", "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack",
+    "wait_count", "wait_group", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

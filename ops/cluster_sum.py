@@ -1,4 +1,5 @@
-"""Sums across a cluster whose blocks take a part of K each: of tiles, which one block finishes, and of vectors, which all get.
+"""Sums across a cluster whose blocks take a part of K each: of tiles, which one block finishes, and of vectors and numbers,
+which all get.
 
     total = ClusterSum(BLOCKS, warps=4, tile=rt(16, 16, fp32))
     smem = shared(..., parts=total.parts, full=barrier(total.finishers))
@@ -16,17 +17,27 @@ work. What is sent goes from registers to the peer's shared memory (st.async) an
     sums.send(row_sum(x * x), squares, known)         # by the four warps of a warpgroup
     vector = sums.receive(squares, known)             # by any warp: the sum of all blocks'
 
-Both once in a kernel. Before a `send` the cluster has met (barriers are ready then). Every block receives, so none is gone
-while a peer still sends to it, and the cluster need not meet at the end.
+    total = sum_over_cluster(x, parts, BLOCKS)        # of a number that all threads of a block have; parts: sv(16, fp32)
+
+The first two once in a kernel. Before a `send` the cluster has met (barriers are ready then). Every block receives, so none is
+gone while a peer still sends to it, and the cluster need not meet at the end.
 """
 
+from numba import cuda
+
 from tiles import fp32, inlined, rt, st, static, sv
+from tiles.layout import LANES
 
 from . import cluster, raw, warpgroup
-from .memory.load_store import load
+from .elementwise.arithmetic import maximum
+from .elementwise.create import zeros
+from .memory.load_store import load, store
+from .reductions.reduce import tile_max, tile_sum
 from .shape.subtile import subtile
 
 BAND = 16  # rows of a warp's tile
+COPIES = 16  # of a number in shared memory, the elements of a vector
+NUMBER = rt(BAND, COPIES, fp32).row_vec
 
 
 @static
@@ -143,3 +154,40 @@ class RowSums:
         for k in range(1, self.blocks * warpgroup.WARPGROUP // self.bands):
             total = total + load(subtile(parts, self.rows, k), self.vector)
         return total
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+@inlined
+def sum_over_cluster(x, parts, blocks):
+    """The sum of what the `blocks` of a cluster bring, each a number that all its threads have. parts: sv(16, fp32)."""
+    _bring(x, parts)
+    found = x
+    for further in range(1, blocks):
+        found = found + tile_sum(_brought(parts, further, blocks)) / COPIES
+    cluster.sync()
+    return found
+
+
+@inlined
+def max_over_cluster(x, parts, blocks):
+    """The greatest of the same."""
+    _bring(x, parts)
+    found = x
+    for further in range(1, blocks):
+        found = maximum(found, tile_max(_brought(parts, further, blocks)))
+    cluster.sync()
+    return found
+
+
+@inlined
+def _bring(x, parts):
+    """Have the cluster see this block's number, as all elements of a vector."""
+    if cuda.threadIdx.x < LANES:
+        store(parts, zeros(NUMBER) + x)
+    cluster.sync()
+
+
+@inlined
+def _brought(parts, further, blocks):
+    """What the block so many behind this one has brought."""
+    return cluster.load(cluster.map(parts, (cluster.rank() + further) % blocks), NUMBER)

@@ -17,7 +17,6 @@ class Flat(Folded):
     columns, says = FOLD * part, "are taken in pieces of 512, element by element"
 
     def write(self) -> None:
-        """See Writing."""
         kernel, text, name = self.kernel, self.text, self.parameters
         tiles = [x for x in kernel.leaves if is_tile(x)]
         vectors = [x for x in kernel.leaves if along(x) and x not in tiles]
@@ -41,7 +40,7 @@ class Flat(Folded):
         text.arguments = [*shaped, ("rows", "rows"), ("pieces", "pieces"), *given]
 
     def load(self, x: Term) -> str:
-        """See Writing. Of a number a row that of the warp's."""
+        """The line that reads a leaf; of one number for each row, that of the warp's row."""
         if not x.names[0]:
             return super().load(x)
         return f"{self.parameters[x]} = {one_number(array(self.parameters[x]), 'row, 0', x.held_as(''))}"

@@ -26,18 +26,15 @@ class Gathered(Folded):
         return len(self.levels()) + len(self.kernel.roots) > self.most
 
     def extents(self) -> list[str]:
-        """See Folded."""
         self.text.bounds = "32 * WARPS, BLOCKS"
         warps = self.kernel.warps
         return [f"WARPS, BLOCKS = {warps}, {self.warps // warps}  # of a block, of a multiprocessor"]
 
     def memory(self) -> dict[str, str]:
-        """See Folded."""
         sums = [self.parameters[x] for x in self.kernel.sums if self.apart]
         return super().memory() | dict.fromkeys(sums, f"st({FOLD} * WARPS, {self.part}, fp32)")
 
     def lead(self, x: Term) -> str:
-        """See Folded."""
         return f"{self.parameters[x]}.shape[0], " if x in self.kernel.sums else super().lead(x)
 
     def held(self, x: Term) -> str:
@@ -45,18 +42,16 @@ class Gathered(Folded):
         return f"load({self.parameters[x]}, SUMS)" if self.apart else self.parameters[x]
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """See Folded. What is gathered stays."""
+        """The lines that store a result. Sums over rows are not stored for each row: they stay where they are added up."""
         if x not in self.kernel.sums:
             return super().store(x, written, at, store)
         name, found = self.parameters[x], f"{self.held(x)} + {self.writer.expression(x.of[0])}"
         return [f"store({name}, {found})" if self.apart else f"{name} = {found}"]
 
     def rounded(self, x: Term, store: str) -> str:
-        """See Writing."""
         return "" if x in self.kernel.sums else super().rounded(x, store)
 
     def rows(self, tiles: list[Term], body: list[str]) -> None:
-        """See Folded."""
         text, name, sums = self.text, self.parameters, self.kernel.sums
         text.globals.append(f"SUMS = rt({FOLD}, {self.part}, fp32)")
         if self.apart:

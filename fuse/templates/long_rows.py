@@ -12,22 +12,6 @@ from ..module import array, one_number
 from ..terms import Term, viewed
 from .row_map_text import FOLLOW, LEAST, NOTHING, Looped
 
-ACROSS = '''
-@inlined
-def {kind}_of_row(x, parts):
-    """The {kind} of what the blocks of a row bring, each a number."""
-    if cuda.threadIdx.x < 32:
-        store(parts, zeros(rt(16, 16, fp32).row_vec) + x)
-    cluster.sync()
-    found = x
-    for other in range(1, BLOCKS):
-        brought = cluster.load(cluster.map(parts, (cluster.rank() + other) % BLOCKS), rt(16, 16, fp32).row_vec)
-        found = {joined}
-    cluster.sync()
-    return found
-'''.strip()
-JOINED = {"sum": "found + tile_sum(brought) / 16", "max": "maximum(found, tile_max(brought))"}
-
 
 class Long(Looped):
     """A row of a block, read again and again, in tiles of `rows` lines. lines: of how many columns, where these are whole."""
@@ -51,7 +35,6 @@ class Long(Looped):
         return self.kernel.alike and not self.places
 
     def begin(self) -> None:
-        """See Writing."""
         kernel, text, name = self.kernel, self.text, self.parameters
         self.writer.names |= dict.fromkeys(self.lengths, "columns")
         self.writer.forms["is_column"] = lambda x: "place == {} - before"
@@ -74,8 +57,6 @@ class Long(Looped):
             text.globals.append(f"smem = shared(scratch=sv({-(-4 * kernel.warps // 16) * 16}, fp32){parts})")
             text.kernel.append(f"{'scratch, parts' if several else '(scratch,)'} = smem.open()")
         text.kernel += [FOLLOW, f"row = int32(cuda.blockIdx.x{' // BLOCKS' * several})"]
-        for kind in sorted({x.operation for x in self.reductions}) if several else ():
-            text.helpers += [*["", ""] * bool(text.helpers), *ACROSS.format(kind=kind, joined=JOINED[kind]).splitlines()]
         x = name[tiles[0]]
         text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {line}, {line})"]
         text.launch = f"rows{' * BLOCKS' * several}, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
@@ -96,14 +77,13 @@ class Long(Looped):
         return f"{self.parameters[x]}_there"
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
-        """See Looped. What is picked needs no loop."""
+        """The same. An element that is picked needs no loop."""
         for x in wanted:
             if x in self.picks:
                 self.pick(x)
         super().reduce_in_a_loop([x for x in wanted if x not in self.picks])
 
     def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
-        """See Looped."""
         for x in rest:
             if x in self.picks:
                 self.pick(x)
@@ -129,18 +109,16 @@ class Long(Looped):
         self.text.kernel.append(f"lines = {array(self.parameters[wide])}.shape[1]")
 
     def nothing(self, kind: str) -> str:
-        """See Looped. A number."""
+        """What a reduction begins with, a number and not a vector."""
         return f"float32({LEAST if kind == LEAST else NOTHING[kind][1]})"
 
     def folded(self, x: Term, fold: str = "tile") -> str:
-        """See Writing."""
         written = self.writer.expression(x.of[0])
         if self.kernel.filled(x):
             written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
         return f"tile_{x.operation}({written})"
 
     def load(self, x: Term) -> str:
-        """See Writing."""
         name = self.parameters[x]
         if along(x):
             read = "load_unordered" if self.unordered else "load"
@@ -151,11 +129,10 @@ class Long(Looped):
         return f"{name} = {one_number(array(name), 'row, 0', x.held_as(''))}" if x.names[0] else super().load(x)
 
     def stores(self, at: str = "row, line, 0", store: str = "") -> list[str]:
-        """See Writing."""
         return super().stores(at, "store_unordered" if self.unordered else "store")
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """See Writing. Of one number a row: into 16 bits the first of a vector goes, of which the row has no more."""
+        """The lines that store a result. One number for each row goes into 16 bits as a vector, of which the row takes the first."""
         if is_tile(x):
             return super().store(x, written, at, store)
         if x.held_as(self.kernel.held) == "float32":
@@ -164,18 +141,16 @@ class Long(Looped):
         return ["if first == 0:", f"    store({array(self.parameters[x])}, {vector}, (row, 0), cols=1)"]
 
     def loop(self, body: list[str]) -> None:
-        """See Looped."""
         step = f"TILE.rows * WARPS{' * BLOCKS' * (self.blocks > 1)}"
         self.text.kernel += [f"for line in range(first, lines, {step}):", *(f"    {one}" for one in body)]
 
     def together(self, kind: str, x: str) -> str:
-        """See Looped. Of all blocks of a row."""
+        """A reduction of what a block's warps have found, and of what all blocks of a row have."""
         found = super().together(kind, x)
-        return f"{kind}_of_row({found}, parts)" if self.blocks > 1 else found
+        return f"{kind}_over_cluster({found}, parts, BLOCKS)" if self.blocks > 1 else found
 
     @property
     def first(self) -> str:
-        """See Looped."""
         if self.blocks > 1:
             return "TILE.rows * int32(WARPS * cluster.rank() + cuda.threadIdx.x // 32)"
         return "TILE.rows * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"

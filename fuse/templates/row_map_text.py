@@ -401,12 +401,10 @@ class Alone(Folded):
     counted = ()
 
     def extents(self) -> list[str]:
-        """See Folded."""
         self.text.bounds = "32 * WARPS, 1"
         return [f"WARPS = {self.kernel.warps}  # of a block"]
 
     def rows(self, tiles: list[Term], body: list[str]) -> None:
-        """See Folded."""
         self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, line, 0'))}" for t in tiles]
         self.text.kernel += body
         self.text.launch = "rows"

@@ -23,7 +23,6 @@ class Short(Writing):
         return self.kernel.alike and not self.places
 
     def write(self) -> None:
-        """See Writing."""
         kernel, text, name = self.kernel, self.text, self.parameters
         self.writer.names |= dict.fromkeys(self.lengths, "TILE.cols")
         text.bounds = "32 * WARPS, BLOCKS"
@@ -46,7 +45,6 @@ class Short(Writing):
         text.arguments = [(array(name[x]) if x.ndim else name[x], given) for x, given in (*wide, *others)]
 
     def load(self, x: Term) -> str:
-        """See Writing."""
         name = self.parameters[x]
         if along(x):
             read, kind = f"load{'_unordered' * self.unordered}", "TILE" if is_tile(x) else "TILE.row_vec"

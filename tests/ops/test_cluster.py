@@ -8,6 +8,7 @@ from numba import cuda
 
 import tiles
 from ops import cluster, load, raw, store, warpgroup, zeros
+from ops.cluster_sum import max_over_cluster, sum_over_cluster
 from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
@@ -62,6 +63,27 @@ def test_every_block_stores_to_the_next_and_loads_from_it(run, sample, dtype, si
     x, down, up, vector, across = map(wide, (x, down, up, vector, across))
     assert (down == np.roll(x, 1, 0)).all() and (up == x).all()
     assert (vector == np.roll(x[:, 0, :32], 1, 0)).all() and (across == x[:, 0, :32]).all()
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_numbers_of_all_blocks(run, blocks):
+    """Their sum and the greatest, twice, by blocks of several warps."""
+    smem, TILE = shared(parts=sv(16, fp32)), rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, y):
+        (parts,) = smem.open()
+        cluster.sync()
+        for n in range(2):
+            own = x[cuda.blockIdx.x, n]
+            total, greatest = sum_over_cluster(own, parts, blocks), max_over_cluster(own, parts, blocks)
+            if warpgroup.rank() == 1:
+                store(y, zeros(TILE) + total, (cuda.blockIdx.x, n, 0, 0, 0))
+                store(y, zeros(TILE) + greatest, (cuda.blockIdx.x, n, 1, 0, 0))
+
+    x, y = np.array([[-5, 8], [7, -2], [3, 0.5], [-6, 4]], np.float32)[:blocks], blank((blocks, 2, 2, 16, 16))
+    run(body, x, y, warps=4, shared=smem, cluster=blocks)
+    assert (y == np.stack([x.sum(0), x.max(0)], -1)[:, :, None, None]).all()
 
 
 MESSAGES = [(fp32, "row"), (fp32, "col"), (bf16, "row"), (fp16, "row"), (fp8e5m2, "row"), (tf32, "col")]

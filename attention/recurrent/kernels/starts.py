@@ -43,12 +43,22 @@ def make(config: Config):
     CHANNELS, ALONG = config.channels, TILE.row_vec
 
     @inlined
-    def kept(gTotal, number, head, n, col):
-        """What segment n multiplies a state with."""
+    def left(gLocal, gTotal, number, head, n, row, col):
+        """(what segment n multiplies a state with, what it adds to it)"""
+        local = load(gLocal, TILE, (number, head, n, row, col), aligned=True)
         if CHANNELS:
-            return exp2(load(gTotal, ALONG, (number, head, n, col)))
+            return exp2(load(gTotal, ALONG, (number, head, n, col))), local
         else:
-            return exp2(gTotal[number, head, n, 0])
+            return exp2(gTotal[number, head, n, 0]), local
+
+    @inlined
+    def behind(state, of, gStarts, n, last, first, head, row, col):
+        """The state behind segment n, where the next one begins if there is one. of: what that segment left."""
+        kept, local = of
+        if n < last:
+            state = state * kept + local
+            store(gStarts, state, (first + n + 1, head, row, col), aligned=True)
+        return state
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def add_up(
@@ -60,24 +70,17 @@ def make(config: Config):
         number, head = divmod(pair, heads)
         row, col = divmod(tile, cols)
         row, col, last = int32(TILE.rows * row), int32(TILE.cols * col), int32(segments - 1)
+        first = number * segments
         state = load(gStart, TILE, (number, head, row, col))
-        store(gStarts, state, (number * segments, head, row, col), aligned=True)
-        for n in range(0, last, AT_ONCE):
-            a, b, c, d = n, min(int32(n + 1), last - 1), min(int32(n + 2), last - 1), min(int32(n + 3), last - 1)
-            local_a, kept_a = load(gLocal, TILE, (number, head, a, row, col), aligned=True), kept(gTotal, number, head, a, col)
-            local_b, kept_b = load(gLocal, TILE, (number, head, b, row, col), aligned=True), kept(gTotal, number, head, b, col)
-            local_c, kept_c = load(gLocal, TILE, (number, head, c, row, col), aligned=True), kept(gTotal, number, head, c, col)
-            local_d, kept_d = load(gLocal, TILE, (number, head, d, row, col), aligned=True), kept(gTotal, number, head, d, col)
-            state = state * kept_a + local_a
-            store(gStarts, state, (number * segments + n + 1, head, row, col), aligned=True)
-            if n + 2 <= last:
-                state = state * kept_b + local_b
-                store(gStarts, state, (number * segments + n + 2, head, row, col), aligned=True)
-            if n + 3 <= last:
-                state = state * kept_c + local_c
-                store(gStarts, state, (number * segments + n + 3, head, row, col), aligned=True)
-            if n + 4 <= last:
-                state = state * kept_d + local_d
-                store(gStarts, state, (number * segments + n + 4, head, row, col), aligned=True)
+        store(gStarts, state, (first, head, row, col), aligned=True)
+        for n in range(0, last, AT_ONCE):  # all are loaded before the first one is taken up; behind the last one, that again
+            a = left(gLocal, gTotal, number, head, n, row, col)
+            b = left(gLocal, gTotal, number, head, min(int32(n + 1), last - 1), row, col)
+            c = left(gLocal, gTotal, number, head, min(int32(n + 2), last - 1), row, col)
+            d = left(gLocal, gTotal, number, head, min(int32(n + 3), last - 1), row, col)
+            state = behind(state, a, gStarts, n, last, first, head, row, col)
+            state = behind(state, b, gStarts, n + 1, last, first, head, row, col)
+            state = behind(state, c, gStarts, n + 2, last, first, head, row, col)
+            state = behind(state, d, gStarts, n + 3, last, first, head, row, col)
 
     return add_up, None
