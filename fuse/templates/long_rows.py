@@ -132,7 +132,7 @@ class Long(Looped):
         return super().stores(at, "store_unordered" if self.unordered else "store")
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """The lines that store a result. One number for each row goes into 16 bits as a vector, of which the row takes the first."""
+        """The lines that store a result. One number a row goes into 16 bits as a vector, of which the row takes the first."""
         if is_tile(x):
             return super().store(x, written, at, store)
         if x.held_as(self.kernel.held) == "float32":
