@@ -34,7 +34,7 @@ from .pieces import Call
 from .ring import Ring
 from .ulysses import Heads, Shared, together
 
-PLAINLY = {"causal", "scale", "deterministic", "family"}  # options of forward that all of its families' plainest kernels have
+SHARED_OUT = {"causal", "scale", "deterministic", "family"}  # options of calls that softmax/shared_out.py may serve
 NORMS, WRITTEN = ("q_norm", "k_norm"), ("lse", "accumulate")  # of attention.forward's arguments; the latter are not served
 _AS_IT_IS = nullcontext()
 INDICES = 2**24  # see softmax/forward.py
@@ -265,7 +265,7 @@ def _planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: 
 def _family(q: Any, k: Any, v: Any, told: dict[str, Any]) -> str | None:
     """The family of kernels. A plain call names the one that it would get: if none is named, forward serves few queries of many
     keys, as a rank has them, by decode's kernels, and the last bits would be others than one GPU's."""
-    if told.get("family") or not told.keys() <= PLAINLY:
+    if told.get("family") or not told.keys() <= SHARED_OUT:
         return told.get("family")
     forms = {name: describe(x.detach(), name).form for name, x in zip("qkv", (q, k, v))}
     return family_of(FORWARD.problem(forms, "bshd"), None)
