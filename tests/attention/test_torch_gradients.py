@@ -35,6 +35,18 @@ def test_torch_tensors_that_require_grad(device):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 
+def test_what_dynamo_gives_up_on():
+    """It traces torch.func.grad, but not an autograd.Function in it: then all runs as it is, and Dynamo, which looks at every
+    function that is called next, does not look into the program. With fullgraph=True the error says what to do."""
+    torch = pytest.importorskip("torch")
+    q = torch_inputs(1, 24, 2, 64)[0].detach()
+    derived = torch.func.grad(lambda x: attention.forward(x, x, x, causal=True).float().square().sum())
+    torch.testing.assert_close(torch.compile(derived, backend="aot_eager")(q), derived(q))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="no gradient without its function; where torch.compile traces torch.func.grad leave"):
+        torch.compile(derived, backend="aot_eager", fullgraph=True)(q)
+
+
 OPTIONS = {
     "packed": dict(cu_seqlens=np.array([0, 9, 24], np.int32), causal=True),
     "keys in use, in order": dict(lengths_k=np.array([17], np.int32), deterministic=True),
