@@ -140,9 +140,18 @@ class Torch(Kind):
             for lazy, does, cure in (x.is_neg(), "negates", "resolve_neg"), (x.is_conj(), "conjugates", "resolve_conj"):
                 if lazy:
                     raise TypeError(f"torch {does} this view as it is read; pass {name}.{cure}()")
-        except (RuntimeError, TypeError) as error:  # sparse, nested, meta, under vmap: no memory to address
-            raise TypeError(f"{name}: {error}") from error
+        except (RuntimeError, TypeError) as error:  # sparse, meta, under vmap: no memory to address
+            raise TypeError(f"{name}: {self.cure(x, name) or error}") from error
         return Array(pointer, Form(tuple(x.shape), strides, dtype, ordinal, size, pointer & PAST), x, self)
+
+    def cure(self, x: Any, name: str) -> str | None:
+        """What to do about a tensor that cannot be addressed, where torch's words do not help."""
+        if x.layout is not self.torch.strided:
+            return f"must be dense, as {name}.to_dense() is: {name}.layout={x.layout}"
+        if self.torch._C._functorch.is_legacy_batchedtensor(x):
+            asked = "is_grads_batched=True, or vectorize=True"
+            return f"stands for many gradients at once ({asked}), which torch.func.vjp and torch.vmap compute instead"
+        return None
 
     def reader(self, needed: dict[str, bool]) -> Callable:
         """One expression over all of them, as a loop would take half as long again.

@@ -150,6 +150,8 @@ def serves(arrays: tuple, program: Program) -> bool:
         return False
     plain = torch._C._disabled_torch_dispatch_impl
     tensors = [(x, row) for x, row in zip(arrays, program.schema.arguments.values()) if isinstance(x, torch.Tensor)]
+    if any([x.is_nested for x, _ in tensors]):
+        return False
     shapes_only = all(x.is_meta or getattr(type(x), "__torch_dispatch__", plain) is not plain for x, _ in tensors)
     return (len(tensors) > 0 and shapes_only) or any(_cast_to(torch, x, row) != x.dtype for x, row in tensors)
 

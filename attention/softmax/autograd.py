@@ -8,7 +8,8 @@ import torch
 from torch._C._functorch import TransformType
 
 from tiles.arrays import Form, c_ordered
-from tiles.torch_op import DEVICES
+from tiles.frameworks import refuse_tangent, with_tangents
+from tiles.torch_op import DEVICES, transformed
 
 from .backward import backward
 from .call_options import differentiated
@@ -91,6 +92,11 @@ class Transformed(torch.autograd.Function):
         names, options, *tensors = inputs
         _keep(ctx, names, options, tensors, output)
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        """Forward-mode derivatives, here around reverse ones. NotImplementedError: there are none."""
+        raise NotImplementedError("attention.forward: has no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode")
+
 
 def _forward(names: tuple[str, ...], options: dict[str, Any], *tensors: Any) -> tuple[Any, Any]:
     return forward(**grouped(dict(zip(names, tensors))), return_lse=True, **options)
@@ -122,7 +128,7 @@ def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
     """What forward gives of a call with no more than this, differentiable; None: ask `differentiable`. told: see Plain."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+    if with_tangents() or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)):
         return None
     return Plain.apply(q, k, v, told, return_lse)
 
@@ -149,11 +155,14 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     in_parts = "lengths_k" in arrays and len(arrays["lengths_k"].shape) > 1  # of queries, which backward does not take
     if in_parts or unserved([*grouped(arrays), *options]) or differentiated(*others):
         return None
+    if with_tangents():
+        for name, x in arrays.items():
+            refuse_tangent(x, name)
     kind = arrays["q"].device.type
     if kind in DEVICES and torch.is_autocast_enabled(kind):  # meta has none
         to = torch.get_autocast_dtype(kind)
         arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
-    way = Attention if torch._C._functorch.peek_interpreter_stack() is None else Transformed
+    way = Transformed if transformed() else Attention
     return way.apply(tuple(arrays), options, *arrays.values())
 
 

@@ -94,6 +94,31 @@ def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
     assert asked == [False, True, True]
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
+def test_what_asks_for_other_derivatives_is_told_what_there_is(options):
+    """Forward-mode derivatives of tensors that require grad; many gradients at once, by a vmap that no op sees."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch_inputs(1, 8, 1, 64)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="^k: has a tangent"):
+        attention.forward(q, torch.autograd.forward_ad.make_dual(k, k.detach()), v, **options)
+    with pytest.raises(NotImplementedError, match=r"^attention\.forward: has no forward-mode derivatives \(jvp, .* hessian"):
+        torch.func.hessian(lambda k: attention.forward(q, k, v, **options).float().sum())(k.detach())
+    out, many = attention.forward(q, k, v, **options), torch.ones(2, 1, 8, 1, 64).bfloat16()
+    with pytest.raises(TypeError, match=r"^dout: stands for many gradients at once.* torch\.func\.vjp and torch\.vmap"):
+        torch.autograd.grad(out, q, many, is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_nested_tensors_are_told_of_packed_ones(layout, grad):
+    torch = pytest.importorskip("torch")
+    rows = [torch.zeros(n, 2, 64).bfloat16() for n in (3, 4)]
+    x = torch.nested.nested_tensor(rows, layout=getattr(torch, layout), requires_grad=grad)
+    with pytest.raises(TypeError, match=r"^q: is a NestedTensor, .* q\.values\(\)\[None\], and cu_seqlens=q\.offsets\(\)"):
+        attention.forward(x, x, x)
+
+
 @pytest.mark.parametrize("slopes", [False, True])
 def test_gradients_are_added_to_tensors(slopes):
     """By accumulate=True, in eager calls and in those that torch compiles, which then knows of the writes, to what is given."""

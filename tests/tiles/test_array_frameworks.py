@@ -99,8 +99,14 @@ def test_torch_without_memory():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match="^v: must lie in host or CUDA memory: device='meta'"):
         describe(torch.zeros(2, 3, device="meta"), "v")
-    with pytest.raises(TypeError, match="^v: "):
+    with pytest.raises(TypeError, match=r"^v: must be dense, as v\.to_dense\(\) is: v\.layout=torch\.sparse_coo"):
         describe(torch.eye(3).to_sparse(), "v")
+    rows = []
+    with pytest.raises(TypeError, match=r"^v: stands for many gradients at once.*torch\.func\.vjp and torch\.vmap"):
+        x = torch.ones(3, requires_grad=True) * 1
+        x.register_hook(lambda g: rows.append(describe(g, "v")))
+        torch.autograd.grad(x, x, torch.eye(3), is_grads_batched=True)
+    assert not rows
 
 
 def test_torch_views_whose_numbers_are_not_what_lies_in_memory():
