@@ -4,6 +4,7 @@ attention.backward. Imported where there are such tensors, and so torch already.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._functorch import TransformType
 
@@ -148,11 +149,9 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     """attention.forward, (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
     gradient. told: its arguments by name; None: with one of them there is no gradient, or it wants one and has none."""
     arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
-    arrays = {
-        name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else torch.as_tensor(x) for name, x in arrays.items()
-    }
+    arrays = {name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else copied(x) for name, x in arrays.items()}
     others = [x for name, x in arrays.items() if name not in DIFFERENTIABLE]
-    in_parts = "lengths_k" in arrays and len(arrays["lengths_k"].shape) > 1  # of queries, which backward does not take
+    in_parts = len(getattr(arrays.get("lengths_k"), "shape", ())) > 1  # of queries, which backward does not take
     if in_parts or unserved([*grouped(arrays), *options]) or differentiated(*others):
         return None
     if with_tangents():
@@ -164,6 +163,13 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
         arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
     way = Transformed if transformed() else Attention
     return way.apply(tuple(arrays), options, *arrays.values())
+
+
+def copied(x: Any) -> torch.Tensor:
+    """A tensor of another framework's array, whose memory may be written to before the backward pass, and torch not know."""
+    if str(x.dtype) == "bfloat16":  # which torch does not read of NumPy
+        return torch.tensor(np.asarray(x).view(np.int16)).view(torch.bfloat16)
+    return torch.tensor(x)
 
 
 def adjacent(x: Any) -> Any:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import attention
+from tiles import bf16
 
 
 def torch_inputs(*shape, device="cpu"):
@@ -187,3 +188,26 @@ def test_options_that_are_numpys():
     ):
         one, other = (torch.autograd.grad(attention.forward(q, k, v, **given).sum(), (k, v)) for given in (theirs, ours))
         assert all(map(torch.equal, one, other))
+
+
+def test_options_that_are_numpys_may_change_before_the_backward_pass():
+    """As a seed does that counts up from layer to layer: torch would notice of a tensor, and can not of an array."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch_inputs(1, 8, 1, 64)
+    seed, bias = np.array([3]), np.ones((1, 1, 8, 8), bf16.np)  # of which torch knows no dtype
+    bias.setflags(write=False)
+    out = attention.forward(q, k, v, dropout=0.25, seed=seed, bias=bias)
+    wanted = torch.autograd.grad(out.sum(), (k, v), retain_graph=True)
+    seed += 1
+    bias.setflags(write=True)
+    bias[..., :4] = 0
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (k, v)), wanted))
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "lengths_k"])
+def test_a_list_is_no_array(name):
+    torch = pytest.importorskip("torch")
+    q = torch_inputs(1, 8, 1, 64)[0]
+    for x in (q.detach(), q):
+        with pytest.raises(TypeError, match=f"^{name}: must be an array"):
+            attention.forward(x, x, x, **{name: [0, 8]})
