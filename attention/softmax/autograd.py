@@ -169,7 +169,7 @@ def copied(x: Any) -> torch.Tensor:
     """A tensor of another framework's array, whose memory may be written to before the backward pass, and torch not know."""
     if str(x.dtype) == "bfloat16":  # which torch does not read of NumPy
         return torch.tensor(np.asarray(x).view(np.int16)).view(torch.bfloat16)
-    return torch.tensor(x)
+    return torch.tensor(x, device="cuda" if hasattr(x, "__cuda_array_interface__") else "cpu")
 
 
 def adjacent(x: Any) -> Any:
