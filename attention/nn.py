@@ -9,14 +9,18 @@ import torch
 from torch import nn
 
 import attention
+from tiles.frameworks import with_tangents
 from tiles.torch_op import exporting, traced
 
-from .options import positive
+from .options import flag, positive
 from .softmax.autograd import adjacent
 from .softmax.call_options import ends_of
 from .softmax.gradient import ONCE
 from .softmax.projected import projected, projected_backward
 from .softmax.rotary import SERVED
+
+NORMS = "q_norm", "k_norm"
+NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
 
 
 class Attention(nn.Module):
@@ -73,7 +77,9 @@ class Attention(nn.Module):
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim: must be a multiple of 8, from 8 to 256: head_dim={self.head_dim}")
         self.rotary = positive("rotary", rotary)
-        ends_of(window), positive("softcap", softcap)  # which refuse what a call would
+        for name, x in {"causal": causal, "sink": sink, "qk_norm": qk_norm, "bias": bias}.items():
+            flag(name, x)
+        ends_of(window), positive("softcap", softcap), positive("scale", scale)  # which refuse what a call would
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **place)
@@ -87,22 +93,30 @@ class Attention(nn.Module):
             nn.init.zeros_(self.sink)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        """See the class. positions: those of the tokens, (S) or (B, S), for rotary; by default from 0 on. options: further ones
-        of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim); positions may run on
-        from one sequence to the next, because rotary depends only on their differences). ValueError: x has another shape.
-        TypeError: an option is the module's."""
+        """See the class. positions: those of the tokens, (S), (1, S) or (B, S), for rotary; by default from 0 on. options:
+        further ones of attention.forward for this call, such as mask, aux, bias or cu_seqlens (x is then (1, S, dim); positions
+        may run on from one sequence to the next, because rotary depends only on their differences). ValueError: x or positions
+        have another shape. TypeError: an option is the module's, or none of a call."""
         if x.ndim != 3 or x.shape[-1] != self.project.in_features:
             raise ValueError(f"x: must be (B, S, {self.project.in_features}): x.shape={tuple(x.shape)}")
         for name in options:
-            if name in self.options or name == "sink":
-                raise TypeError(f"{name}: is the module's, as Attention(.., {name}=..), and not a call's")
+            if name in self.options or name == "sink" or (name in NORMS and getattr(self, name) is not None):
+                how = "qk_norm" if name in NORMS else name
+                raise TypeError(f"{name}: is the module's, as Attention(.., {how}=..), and not a call's")
+            if name in NO_OPTION:
+                raise TypeError(f"{name}: cannot be given to the module, whose axes and result are its own")
+        if positions is not None:
+            positions = of_rows(positions, x)
         heads = self.project(x).unflatten(-1, (-1, self.head_dim))
-        if not options and self.at_once(x):
-            return self.out(self.projected(heads, positions).flatten(-2))
+        of_kernels = self.norms()
+        if not options and of_kernels is not None and self.at_once(positions):
+            return self.out(self.projected(heads, positions, *of_kernels).flatten(-2))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], -2)  # views, and one gradient of all three
-        if self.q_norm is not None and self.k_norm is not None:
+        if of_kernels is None:
+            q, k = (y if norm is None else norm(y) for y, norm in ((q, self.q_norm), (k, self.k_norm)))
+        elif of_kernels[0] is not None:
             if self.rotary is None:  # attention normalises
-                options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "norm_eps": self.q_norm.eps}
+                options |= dict(zip((*NORMS, "norm_eps"), of_kernels))
             else:
                 q, k = normed(q, self.q_norm), normed(k, self.k_norm)
         if self.rotary is not None:
@@ -111,18 +125,39 @@ class Attention(nn.Module):
         out = self.attend(q.to(v.dtype), k.to(v.dtype), v, **self.options, **options)
         return self.out(out.flatten(-2))
 
-    def at_once(self, x: torch.Tensor) -> bool:
-        """Do norms, rotary and attention go by one function, whose gradients are one array? If nobody overrides `attend`, and
-        none of torch.func's transforms is at work."""
+    def norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
+        """(weights of the queries' norm, of the keys', epsilon) for kernels that normalise, (None, None, ..) without norms.
+        None: these are no longer two RMS norms with one epsilon, or have hooks, so they must be called."""
+        norms = self.q_norm, self.k_norm
+        if norms == (None, None):
+            return None, None, 1e-6
+        for norm in norms:
+            if type(norm) is not nn.RMSNorm or norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks:
+                return None
+        first, second = cast(tuple[nn.RMSNorm, nn.RMSNorm], norms)
+        same = first.eps is not None and first.eps == second.eps
+        return (first.weight, second.weight, first.eps) if same else None
+
+    def at_once(self, positions: torch.Tensor | None) -> bool:
+        """Do norms, rotary and attention go by one function, whose gradients are one array? If nobody overrides `attend`,
+        positions are not learned, and there are no forward-mode derivatives and none of torch.func's transforms."""
         if self.rotary is None or self.head_dim not in SERVED or type(self).attend is not Attention.attend:
+            return False
+        if with_tangents() or (positions is not None and positions.requires_grad):
             return False
         return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
 
-    def projected(self, heads: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def projected(
+        self,
+        heads: torch.Tensor,
+        positions: torch.Tensor | None,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
         """What `forward` says of x's projection (B, S, all heads, head_dim), as one function."""
         cos, sin = (table.squeeze(-2) for table in self.angles(heads, positions))
-        norms = [None if norm is None else norm.weight.float() for norm in (self.q_norm, self.k_norm)]
-        eps = 1e-6 if self.q_norm is None or self.q_norm.eps is None else self.q_norm.eps
+        norms = [None if weights is None else weights.float() for weights in (q_norm, k_norm)]
         window = ends_of(self.options["window"])
         options = eps, self.options["causal"], *window, self.options["softcap"], self.options["scale"]
         sink = None if self.sink is None else self.sink.float()
@@ -168,7 +203,7 @@ class Projected(torch.autograd.Function):
     def backward(ctx, dout):
         """Of all that is learnt. NotImplementedError if that is to be differentiated once more."""
         heads, *given, out, lse, rows = ctx.saved_tensors
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (dout.requires_grad or heads.requires_grad):
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():  # of a result that required grad
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         kv_heads, options = ctx.told
         normed, sunk = given[2] is not None, given[4] is not None
@@ -178,6 +213,15 @@ class Projected(torch.autograd.Function):
         dx, *more = found if normed or sunk else (found,)
         of_norms = more[:2] if normed else (None, None)
         return dx, None, None, *of_norms, more[-1] if sunk else None, None, None
+
+
+def of_rows(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Positions of the rows of x (B, S, ..), one row of them as (S). ValueError: they have another shape."""
+    batch, rows, *_ = x.shape
+    if positions.shape not in ((rows,), (1, rows), (batch, rows)):
+        said = f"must be ({rows}) or ({batch}, {rows}), as x is"
+        raise ValueError(f"positions: {said}: positions.shape={tuple(positions.shape)}")
+    return positions[0] if positions.ndim == 2 and len(positions) == 1 else positions
 
 
 def normed(x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:

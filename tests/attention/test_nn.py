@@ -18,6 +18,9 @@ CASES = {
     "at once": (dict(heads=2, kv_heads=1, head_dim=64, rotary=10_000.0), {}),
     "at once, all": (dict(heads=4, kv_heads=2, head_dim=64, causal=True, window=(7, None), sink=True, qk_norm=True,
                           rotary=100.0, bias=True, softcap=9.0, scale=0.2), dict(positions=torch.arange(3, 3 + TOKENS))),
+    "one row of positions": (dict(heads=2, head_dim=16, rotary=100.0), dict(positions=3 * torch.arange(TOKENS)[None])),
+    "at once, one row of positions": (dict(heads=1, head_dim=64, rotary=100.0),
+                                      dict(positions=3 * torch.arange(TOKENS)[None])),
     "at once, norms": (dict(heads=1, head_dim=128, causal=True, qk_norm=True, rotary=100.0), {}),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
@@ -147,11 +150,64 @@ def test_compiles_whole(name):
     (dict(heads=1, rotary=-1.0), "rotary: must be positive, and finite in float32: rotary=-1.0"),
     (dict(heads=3, window=(-1, 0)), r"window: its ends must not be negative, .*: window=\(-1, 0\)"),
     (dict(heads=3, softcap=0.0), "softcap: must be positive, and finite in float32: softcap=0.0"),
+    (dict(heads=3, scale=-1.0), "scale: must be positive, and finite in float32: scale=-1.0"),
     (dict(heads=1, head_dim=12), "head_dim: must be a multiple of 8, from 8 to 256: head_dim=12"),
 ])  # fmt: skip
 def test_what_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         Attention(DIM, **arguments)
+
+
+@pytest.mark.parametrize("name", ["causal", "sink", "qk_norm", "bias"])
+def test_what_is_no_bool(name):
+    with pytest.raises(TypeError, match=f"^{name}: must be a bool: {name}=tensor"):
+        Attention(DIM, 3, **{name: torch.zeros(3)})
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("shape", [(TOKENS + 1,), (3, TOKENS), (2, 1, TOKENS), ()])
+def test_positions_of_another_shape(head_dim, shape):
+    module = Attention(DIM, 3, head_dim=head_dim, rotary=100.0, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^positions: must be \(20\) or \(2, 20\), as x is: positions.shape=\("):
+        module(torch.zeros(2, TOKENS, DIM).bfloat16(), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_positions_that_are_learned(head_dim):
+    """Which kernels do not differentiate: they are by torch's own steps."""
+    module = Attention(DIM, 1, head_dim=head_dim, rotary=100.0, dtype=torch.bfloat16)
+    x, positions = torch.randn(1, TOKENS, DIM).bfloat16(), torch.rand(TOKENS, requires_grad=True)
+    (got,) = torch.autograd.grad(module(x, positions).float().square().sum(), positions)
+    exact = positions.detach().double().requires_grad_()
+    out = plain(module.double(), x.double(), exact)
+    assert_near(got, torch.autograd.grad(out.square().sum(), exact)[0], "positions")
+
+
+class Halved(torch.nn.RMSNorm):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize("rotary", [None, 100.0])
+@pytest.mark.parametrize("how", ["class", "hook", "epsilon", "one"])
+def test_norms_that_are_others(rotary, how):
+    """A norm that somebody has put in is called, and so is one with hooks: kernels know torch's RMS norms, two of a kind."""
+    module, wanted = (Attention(DIM, 1, head_dim=64, rotary=rotary, qk_norm=True, dtype=torch.bfloat16) for _ in range(2))
+    x = torch.randn(1, 9, DIM).bfloat16()
+    wanted.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        if how == "class":
+            module.q_norm = Halved(64, 1e-6, dtype=torch.bfloat16)
+            wanted.q_norm.weight *= 0.5
+        elif how == "hook":
+            module.q_norm.register_forward_hook(lambda module, given, made: 0.5 * made)
+            wanted.q_norm.weight *= 0.5
+        elif how == "epsilon":
+            module.k_norm.eps, module.q_norm.eps = 1e12, None  # of its dtype
+            wanted.k_norm.weight *= 0.0
+        else:
+            module.k_norm, wanted.k_norm = None, torch.nn.Identity()
+        assert_near(module(x), wanted(x).double(), how)
 
 
 @pytest.mark.parametrize("shape", [(9, DIM), (1, 1, 9, DIM), (2, 9, DIM - 8)])
@@ -174,6 +230,30 @@ def test_without_memory():
 def test_an_option_of_the_module_is_none_of_a_call(name):
     with pytest.raises(TypeError, match=f"^{name}: is the module's"):
         Attention(DIM, 2)(torch.zeros(1, 4, DIM), **{name: None})
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_its_norms_are_none_of_a_call(name):
+    with pytest.raises(TypeError, match=f"^{name}: is the module's"):
+        Attention(DIM, 2, qk_norm=True)(torch.zeros(1, 4, DIM), **{name: torch.ones(24)})
+
+
+@pytest.mark.parametrize(("name", "value"), [("layout", "bhsd"), ("return_lse", True), ("out", torch.zeros(1, 4, DIM))])
+def test_what_would_change_axes_or_results(name, value):
+    with pytest.raises(TypeError, match=f"^{name}: cannot be given to the module, whose axes and result are its own"):
+        Attention(DIM, 2, dtype=torch.bfloat16)(torch.zeros(1, 4, DIM).bfloat16(), **{name: value})
+
+
+@pytest.mark.parametrize("learned", ["project", "q_norm", "sink"])
+def test_second_derivatives_of_what_is_learned_alone(learned):
+    """The result depends on nothing else that requires grad, its gradient on nothing at all."""
+    module = Attention(DIM, 1, head_dim=64, rotary=100.0, qk_norm=True, sink=True, dtype=torch.bfloat16).requires_grad_(False)
+    parameter = getattr(module, learned)
+    parameter = parameter if learned == "sink" else parameter.weight
+    parameter.requires_grad_()
+    out = module(torch.randn(1, 9, DIM).bfloat16())
+    with pytest.raises(NotImplementedError, match="attention.forward: has no second derivatives"):
+        torch.autograd.grad(out.sum(), parameter, create_graph=True)
 
 
 def test_memory_comes_later():
