@@ -132,7 +132,9 @@ class Attention(nn.Module):
         if norms == (None, None):
             return None, None, 1e-6
         for norm in norms:
-            if type(norm) is not nn.RMSNorm or norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks:
+            if norm is None or type(norm) is not nn.RMSNorm:
+                return None
+            if norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks:
                 return None
         first, second = cast(tuple[nn.RMSNorm, nn.RMSNorm], norms)
         same = first.eps is not None and first.eps == second.eps
