@@ -45,10 +45,16 @@ def integers(count: int, value: int, like: Any) -> Any:
 
 def seeded(dropout: float, x: Any) -> dict[str, Any]:
     """forward's dropout and seed, where any is asked. The seed comes from the generator that torch.manual_seed sets, if x is
-    torch's, or else numpy.random.seed: what is dropped can be repeated, but is not what the other library drops."""
+    torch's, or else numpy.random.seed: what is dropped can be repeated, but is not what the other library drops. Graphs,
+    torch.compile's and CUDA's, draw it anew, as an array. NotImplementedError: under jax.jit it would be drawn once."""
     if not dropout:
         return {}
     xp = namespace(x)
     if xp.__name__ == "torch":
+        if xp.compiler.is_compiling() or (x.is_cuda and xp.cuda.is_current_stream_capturing()):
+            return {"dropout": dropout, "seed": xp.randint(2**31, (1,), device=x.device)}
         return {"dropout": dropout, "seed": int(xp.randint(2**31, ()))}
+    if xp.__name__ == "jax.numpy" and not sys.modules["jax"].core.is_concrete(x):
+        cure = "call attention.forward with dropout=, and seed=, an array that is an argument of the traced function"
+        refuse("dropout_p", True, f"what JAX traces would drop the same in every call; {cure}")
     return {"dropout": dropout, "seed": int(np.random.randint(2**31))}

@@ -1,7 +1,7 @@
 """torch tensors that require grad: attention.forward as a torch.autograd.Function, outside the op, whose backward pass is
 attention.backward. Imported where there are such tensors, and so torch already."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch._C._functorch import TransformType
 
 from tiles.arrays import Form, c_ordered
 from tiles.frameworks import refuse_tangent, with_tangents
-from tiles.torch_op import DEVICES, transformed
+from tiles.torch_op import DEVICES
 
 from .backward import backward
 from .call_options import differentiated
@@ -161,8 +161,18 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
     if kind in DEVICES and torch.is_autocast_enabled(kind):  # meta has none
         to = torch.get_autocast_dtype(kind)
         arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
-    way = Transformed if transformed() else Attention
+    if torch.compiler.is_compiling():
+        return Attention.apply(tuple(arrays), options, *apart(arrays.values()))
+    way = Attention if torch._C._functorch.peek_interpreter_stack() is None else Transformed
     return way.apply(tuple(arrays), options, *arrays.values())
+
+
+def apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The same, none of them twice, which Dynamo does not serve: a view instead."""
+    found: list[torch.Tensor] = []
+    for x in tensors:
+        found.append(x.view_as(x) if any([x is other for other in found]) else x)
+    return found
 
 
 def copied(x: Any) -> torch.Tensor:

@@ -165,7 +165,8 @@ def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
     i, j, s = np.zeros((TRIED, 1), int), np.zeros((1, TRIED), int), np.zeros((TRIED, TRIED), np.float32)
     called = f"{option}({'s, ' * (option == 'score')}b, h, i, j{''.join(f', aux{n}' for n in range(len(aux)))})"
     try:
-        given = function(*([s] if option == "score" else []), 0, 0, i, j, *arrays)
+        with np.errstate(all="ignore"):  # zeros stand for what arrays hold
+            given = function(*([s] if option == "score" else []), 0, 0, i, j, *arrays)
         if isinstance(given, (tuple, list, dict, type(None))):
             raise TypeError(f"it gives {'nothing' if given is None else f'a {type(given).__name__}'}")
         found = np.asarray(given)

@@ -36,6 +36,24 @@ def test_torch_tensors_that_require_grad(device):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.parametrize("case", ["keys are values", "one array of ends"])
+def test_one_tensor_in_two_places(case):
+    """Eagerly and in a graph: as what is queries, keys and values, or says where queries and keys end."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch_inputs(1, 24, 2, 64)
+    ends = torch.tensor([0, 9, 24], dtype=torch.int32)
+    options = {"cu_seqlens": ends, "cu_seqlens_k": ends} if case == "one array of ends" else {}
+
+    def once(q, k, v):
+        return attention.forward(q, k, v, causal=True, **options) if options else attention.forward(k, k, k, causal=True)
+
+    given = (q, k, v) if options else (k,)
+    wanted = torch.autograd.grad(once(q, k, v).float().square().sum(), given)
+    got = torch.autograd.grad(torch.compile(once, fullgraph=True, backend="aot_eager")(q, k, v).float().square().sum(), given)
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
+
+
 def test_what_dynamo_gives_up_on():
     """It traces torch.func.grad, but not an autograd.Function in it: then all runs as it is, and Dynamo, which looks at every
     function that is called next, does not look into the program. With fullgraph=True the error says what to do."""

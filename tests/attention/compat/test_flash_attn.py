@@ -104,6 +104,30 @@ def test_dropout_draws_a_seed(calls, draw):
     assert calls[0]["seed"] == calls[1]["seed"] != calls[2]["seed"]
 
 
+def test_dropout_is_drawn_anew_by_a_graph():
+    """Of torch.compile, whose backward pass drops what the forward pass has dropped."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 9, 2, 64).bfloat16().requires_grad_()
+    graph = torch.compile(lambda q: flash_attn.flash_attn_func(q, q, q, 0.5), fullgraph=True, backend="aot_eager")
+    one, other = graph(q), graph(q)
+    assert not torch.equal(one, other)
+    torch.manual_seed(5)
+    seen = torch.randint(2**31, (1,))
+    torch.manual_seed(5)
+    (got,) = torch.autograd.grad(graph(q).sum(), q)
+    (wanted,) = torch.autograd.grad(attention.forward(q, q, q, dropout=0.5, seed=seen).sum(), q)
+    torch.testing.assert_close(got, wanted, rtol=2**-6, atol=2**-8)
+
+
+def test_dropout_is_not_drawn_once_for_all_calls():
+    jax = pytest.importorskip("jax")
+    q = jax.numpy.ones((1, 3, 2, 8), "bfloat16")
+    dropped = lambda q: flash_attn.flash_attn_func(q, q, q, 0.25).astype("float32").sum()
+    assert jax.grad(dropped)(q).shape == q.shape
+    with pytest.raises(NotImplementedError, match="^dropout_p: .* what JAX traces would drop the same in every call"):
+        jax.jit(jax.grad(dropped))(q)
+
+
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
 def test_packed_arrays(name, calls, draw):
     """The functions of one array, or two, are that of three."""

@@ -197,6 +197,14 @@ def test_the_cure_for_functions_of_math():
         call(score=lambda s, b, h, i, j: math.exp(s))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_score_is_tried_without_a_word():
+    """On zeros, by which this one divides."""
+    q, k, v = inputs(1, 5, 9, 1, 1, 16)
+    out = attention.forward(q, k, v, score=lambda s, b, h, i, j, caps: s / caps[h], aux=(np.full(1, 3.0, np.float32),))
+    assert np.isfinite(out.astype(float)).all()
+
+
 def test_what_a_function_holds_would_go_stale_in_a_graph(monkeypatch):
     """Dynamo guards a function's code, and those numbers that are written out for it."""
     reach, table = 3, [3]
