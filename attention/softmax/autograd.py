@@ -16,7 +16,7 @@ from .backward import backward
 from .call_options import differentiated
 from .forward import FORWARD, forward
 from .forward import plain as without_options
-from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
+from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
 OVER = -2  # the level of a tensor whose transform, one of torch.func's, is over
@@ -129,9 +129,14 @@ def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
     """What forward gives of a call with no more than this, differentiable; None: ask `differentiable`. told: see Plain."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
-    if with_tangents() or (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type)):
+    if with_tangents() or torch._C._is_any_autocast_enabled():
         return None
-    return Plain.apply(q, k, v, told, return_lse)
+    try:
+        return Plain.apply(q, k, v, told, return_lse)
+    except TypeError:
+        if all([isinstance(x, torch.Tensor) for x in (q, k, v)]):
+            raise
+        return None  # one of them is NumPy's, say
 
 
 def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
@@ -145,22 +150,24 @@ def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
     backward._backward.prepare(given, (causal, scale, torch.are_deterministic_algorithms_enabled(), family), layout)
 
 
-def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
+def differentiable(told: dict[str, Any]) -> tuple[Any, Any]:
     """attention.forward, (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
-    gradient. told: its arguments by name; None: with one of them there is no gradient, or it wants one and has none."""
+    gradient. told: its arguments by name. NotImplementedError names one with which there is no gradient, or that has none."""
     arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
     arrays = {name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else copied(x) for name, x in arrays.items()}
-    others = [x for name, x in arrays.items() if name not in DIFFERENTIABLE]
-    in_parts = len(getattr(arrays.get("lengths_k"), "shape", ())) > 1  # of queries, which backward does not take
-    if in_parts or unserved([*grouped(arrays), *options]) or differentiated(*others):
-        return None
+    for name, x in arrays.items():
+        if name not in DIFFERENTIABLE and differentiated(x):
+            raise NotImplementedError(f"{name}: requires grad, and has no gradient; pass {name}.detach()")
+    if len(getattr(arrays.get("lengths_k"), "shape", ())) > 1:
+        said = "there is no gradient where it has a number for each part of a batch's queries"
+        raise NotImplementedError(f"lengths_k: {said}; give each part a batch of its own, or call under torch.no_grad()")
     if with_tangents():
         for name, x in arrays.items():
             refuse_tangent(x, name)
-    kind = arrays["q"].device.type
+    kind = arrays["q"].device.type if isinstance(arrays["q"], torch.Tensor) else None
     if kind in DEVICES and torch.is_autocast_enabled(kind):  # meta has none
         to = torch.get_autocast_dtype(kind)
-        arrays |= {name: arrays[name].to(to) for name in "qkv" if arrays[name].dtype is torch.float32}
+        arrays |= {name: arrays[name].to(to) for name in "qkv" if getattr(arrays[name], "dtype", None) is torch.float32}
     if torch.compiler.is_compiling():
         return Attention.apply(tuple(arrays), options, *apart(arrays.values()))
     way = Attention if torch._C._functorch.peek_interpreter_stack() is None else Transformed

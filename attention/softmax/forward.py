@@ -251,8 +251,7 @@ def forward(
         told |= {"dropout": dropout, "seed": seed} if dropout else {}
         told |= {"deterministic": True} if deterministic else {}
         made = _autograd().differentiable(told)
-        if made is not None:
-            return made if return_lse else made[0]
+        return made if return_lse else made[0]
     unrounded = out is not None and getattr(out, "itemsize", 0) != ROUNDED and "float32" in str(getattr(out, "dtype", ""))
     joins = accumulate is not False and flag("accumulate", accumulate)
     if joins and (held or out is None or lse is None):

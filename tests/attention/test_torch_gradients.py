@@ -222,10 +222,30 @@ def test_options_that_are_numpys_may_change_before_the_backward_pass():
     assert all(map(torch.equal, torch.autograd.grad(out.sum(), (k, v)), wanted))
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens", "lengths_k"])
+@pytest.mark.parametrize("name", ["q", "k", "cu_seqlens", "lengths_k"])
 def test_a_list_is_no_array(name):
     torch = pytest.importorskip("torch")
     q = torch_inputs(1, 8, 1, 64)[0]
     for x in (q.detach(), q):
-        with pytest.raises(TypeError, match=f"^{name}: must be an array"):
-            attention.forward(x, x, x, **{name: [0, 8]})
+        for options in ({}, {"softcap": 3.0}):
+            with pytest.raises(TypeError, match=f"^{name}: must be an array"), torch.autocast("cpu", torch.bfloat16):
+                attention.forward(**({"q": x, "k": x, "v": x} | {name: [0, 8]}), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
+def test_keys_that_are_numpys(options):
+    """As without gradients, where tensors lie in host memory."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch_inputs(1, 8, 1, 64)
+    held = k.detach().view(torch.int16).numpy().view(bf16.np)
+    wanted = torch.autograd.grad(attention.forward(q, k, v, **options).sum(), (q, v))
+    assert all(map(torch.equal, torch.autograd.grad(attention.forward(q, held, v, **options).sum(), (q, v)), wanted))
+
+
+def test_what_has_no_gradient_is_named():
+    torch = pytest.importorskip("torch")
+    q = torch_inputs(1, 8, 1, 64)[0]
+    with pytest.raises(NotImplementedError, match=r"^lengths_k: there is no gradient where it has a number for each part"):
+        attention.forward(q, q, q, lengths_k=torch.tensor([[4, 8]]))
+    with pytest.raises(NotImplementedError, match=r"^lengths_k: requires grad, and has no gradient; pass lengths_k\.detach"):
+        attention.forward(q, q, q, lengths_k=torch.tensor([4.0], requires_grad=True))
