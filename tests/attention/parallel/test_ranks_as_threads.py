@@ -33,6 +33,18 @@ def share(x, peers, order="contiguous", dim=1):
     return parallel.shard(x, peers, dim, order)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_ranks_without_tokens(order):
+    """There are fewer tokens than ranks, each of which has a head."""
+    q, k, v = drawn(2, 3, 3, dim=80, seed=0)
+    out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
+    told = dict(causal=True, scheme="ulysses", order=order, length=2, return_lse=True)
+    found = together(3, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **told))
+    for (its, sums), mine in zip(found, ORDERS[order].spans(2, 3), strict=True):
+        rows = [n for span in mine for n in range(*span)]
+        assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(1, 60), st.integers(2, 5), st.sampled_from(["gather", "ulysses", "ring"]), st.sampled_from([*ORDERS]),
