@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tiles.arrays import Number
@@ -318,7 +319,9 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
         raise TypeError(f"{min(refused)}: is forward's; block_lists writes no output")
     if traced(q) or tracing(q):
         raise TypeError("q: lists are made outside of what torch.compile or jax.jit traces, and passed in")
-    return forward(q, k, v, blocks=Making(blocks), **variant)
+    torch = sys.modules.get("torch")
+    with nullcontext() if torch is None else torch.no_grad():  # of tensors that require grad, too
+        return forward(q, k, v, blocks=Making(blocks), **variant)
 
 
 def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
