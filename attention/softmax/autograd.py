@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
 
 from tiles.arrays import Form, c_ordered
 from tiles.frameworks import refuse_tangent, with_tangents
@@ -129,7 +130,7 @@ def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
     """What forward gives of a call with no more than this, differentiable; None: ask `differentiable`. told: see Plain."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
-    if with_tangents() or torch._C._is_any_autocast_enabled():
+    if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return None
     try:
         return Plain.apply(q, k, v, told, return_lse)

@@ -119,6 +119,22 @@ def test_dropout_is_drawn_anew_by_a_graph():
     torch.testing.assert_close(got, wanted, rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.gpu
+def test_dropout_is_drawn_anew_by_a_cuda_graph():
+    """In each replay, by torch's generator of that GPU."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 64, 2, 64, device="cuda").bfloat16()
+    flash_attn.flash_attn_func(q, q, q, 0.5)  # which compiles
+    attention.forward(q, q, q, dropout=0.5, seed=torch.tensor([3], device="cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn.flash_attn_func(q, q, q, 0.5)
+    graph.replay()
+    before = out.clone()
+    graph.replay()
+    assert not torch.equal(out, before) and out.isfinite().all()
+
+
 def test_dropout_is_not_drawn_once_for_all_calls():
     jax = pytest.importorskip("jax")
     q = jax.numpy.ones((1, 3, 2, 8), "bfloat16")
