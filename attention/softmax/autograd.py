@@ -14,10 +14,11 @@ from tiles.frameworks import refuse_tangent, with_tangents
 from tiles.torch_op import DEVICES
 
 from .backward import backward
-from .call_options import differentiated
+from .call_options import differentiated, eight
 from .forward import FORWARD, forward
 from .forward import plain as without_options
-from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped
+from .gradient import DIFFERENTIABLE, OF_AUX, ONCE, flat, gradients, grouped
+from .planning import INDICES
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
 OVER = -2  # the level of a tensor whose transform, one of torch.func's, is over
@@ -135,7 +136,7 @@ def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
     try:
         return Plain.apply(q, k, v, told, return_lse)
     except TypeError:
-        if all([isinstance(x, torch.Tensor) for x in (q, k, v)]):
+        if not any([not isinstance(x, torch.Tensor) and hasattr(x, "shape") for x in (q, k, v)]):
             raise
         return None  # one of them is NumPy's, say
 
@@ -153,12 +154,18 @@ def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
 
 def differentiable(told: dict[str, Any]) -> tuple[Any, Any]:
     """attention.forward, (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
-    gradient. told: its arguments by name. NotImplementedError names one with which there is no gradient, or that has none."""
+    gradient. told: its arguments by name. NotImplementedError, ValueError, TypeError name one with which there is no gradient,
+    or that has none."""
+    eight(told["aux"])  # which refuses what is none of these
     arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
+    arrays = {name: told[name] for name in "qkv"} | arrays
     arrays = {name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else copied(x) for name, x in arrays.items()}
     for name, x in arrays.items():
         if name not in DIFFERENTIABLE and differentiated(x):
             raise NotImplementedError(f"{name}: requires grad, and has no gradient; pass {name}.detach()")
+        if name in OF_AUX and x.numel() >= INDICES and differentiated(x):  # else the backward pass would say so
+            cure = f"pass it as bias, or pass {name}.detach(): {name}.shape={tuple(x.shape)}"
+            raise ValueError(f"{name}: requires grad, and has 2**24 elements or more, which get no gradient; {cure}")
     if len(getattr(arrays.get("lengths_k"), "shape", ())) > 1:
         said = "there is no gradient where it has a number for each part of a batch's queries"
         raise NotImplementedError(f"lengths_k: {said}; give each part a batch of its own, or call under torch.no_grad()")

@@ -228,8 +228,9 @@ def test_a_list_is_no_array(name):
     q = torch_inputs(1, 8, 1, 64)[0]
     for x in (q.detach(), q):
         for options in ({}, {"softcap": 3.0}):
-            with pytest.raises(TypeError, match=f"^{name}: must be an array"), torch.autocast("cpu", torch.bfloat16):
-                attention.forward(**({"q": x, "k": x, "v": x} | {name: [0, 8]}), **options)
+            for wrong in ([0, 8], None) if name in ("q", "k") else ([0, 8],):
+                with pytest.raises(TypeError, match=f"^{name}: must be an array"), torch.autocast("cpu", torch.bfloat16):
+                    attention.forward(**({"q": x, "k": x, "v": x} | {name: wrong}), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
@@ -261,3 +262,8 @@ def test_what_has_no_gradient_is_named():
         attention.forward(q, q, q, lengths_k=torch.tensor([[4, 8]]))
     with pytest.raises(NotImplementedError, match=r"^lengths_k: requires grad, and has no gradient; pass lengths_k\.detach"):
         attention.forward(q, q, q, lengths_k=torch.tensor([4.0], requires_grad=True))
+    with pytest.raises(TypeError, match="^aux: must be up to 8 arrays: 9 of"):
+        attention.forward(q, q, q, score=lambda s, b, h, i, j, *aux: s, aux=(torch.ones(1),) * 9)
+    many = torch.zeros(1, requires_grad=True).expand(2**24)
+    with pytest.raises(ValueError, match=r"^aux0: requires grad, and has 2\*\*24 elements or more, .* pass it as bias, or"):
+        attention.forward(q, q, q, score=lambda s, b, h, i, j, many: s + many[j], aux=(many,))
