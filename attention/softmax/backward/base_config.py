@@ -25,6 +25,7 @@ class BackwardConfig(BaseConfig):
     adds: bool = field(default=False, kw_only=True)
     learns: Unasked = field(default=UNASKED, kw_only=True)
     early = False  # whether it begins while the grid before it ends
+    piece = 16  # the bytes that addresses and strides are multiples of
 
     @property
     def in_order(self) -> Ordered:

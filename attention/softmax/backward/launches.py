@@ -19,6 +19,7 @@ from ..prepared_lists import Listing, check
 from ..sequences import Batched
 from ..variants import Variant
 from . import ampere, finish, hopper, hopper_folded, hopper_narrow, hopper_wide, hopper_wide_queries, prepare, sinks, slopes
+from . import subgroups as groups
 from .dq_order import UNORDERED, Ordered, Turns, Unordered
 from .query_lists import listed
 from .recomputed_scores import Added
@@ -53,7 +54,7 @@ def planned(
     tma = choose(problem, family) == "sm_90"
     plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or made.variant.draws)
     if plain and not reads and hopper_wide.serves(head_dim, made.variant, value_dim):
-        return planned_wide(problem, made, scale)
+        return planned_wide(problem, made, scale, ordered)
     variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
@@ -76,13 +77,17 @@ def planned(
     else:
         at_once, room = problem.bytes_at_once(), gpu.shared_bytes
         module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, **kind)
-    parts, group = config.parts, heads // kv_heads
+    parts = config.parts
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
+    whole = ordered or adds or listing is not None
+    subgroups = 1 if whole else groups.count(problem, blocks, made.variant.rising, gpu.processors)
+    late = Before(problem, early.scratch)
+    of_keys = groups.results(early, late, config, subgroups)
     of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
     sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
     turns = {}
@@ -108,22 +113,21 @@ def planned(
         learnt["found"] = early.memory((rows, size), "float32")
         early.steps.append(Fill(learnt["found"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
-        batch * kv_heads * blocks,
+        batch * kv_heads * subgroups * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
         gDO=problem["dout"],
         gSums=of_rows,
         gSum=sums,
-        gDK=problem["dk"],
-        gDV=problem["dv"],
         blocks=blocks,
-        heads=kv_heads,
-        pairs=batch * kv_heads,
+        heads=kv_heads * subgroups,
+        pairs=batch * kv_heads * subgroups,
         band=band_of(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
-        group=group,
+        group=heads // (kv_heads * subgroups),
         scale=made.unit * LOG2_E,
         unit=scale,
+        **of_keys,
         **told,
         **given,
         **listed_by,
@@ -147,7 +151,6 @@ def planned(
     steps = [*early.steps, before, main, after]
     if "sink" in problem:
         steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
-    late = Before(problem, early.scratch)
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
     learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
     for name, readers in reads.items():
@@ -167,20 +170,24 @@ def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: 
 
 
 def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
-    """How many pairs of key head and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
+    """How many pairs of subgroup and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
     to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
     ordered = isinstance(order, Ordered)
     sharing = CLOSE if keys <= SHORT and not ordered else order.sharing
     return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
 
 
-def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
-    """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Nothing is summed in memory."""
+def planned_wide(problem: Problem, made: Assembled, scale: float, ordered: bool) -> Plan:
+    """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Of dQ nothing is summed in memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     by_keys = hopper_wide.config_for(head_dim, dtype, made.variant, value_dim)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
+    blocks = -(-kv_len // by_keys.kv)
+    subgroups = 1 if ordered else groups.count(problem, blocks, made.variant.rising, gpu.processors)
+    late = Before(problem, early.scratch)
+    of_keys = groups.results(early, late, by_keys, subgroups)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(
         batch * heads * tiles,
@@ -194,9 +201,9 @@ def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
         **where,
     )
     steps = [before]
-    for module, config, length, its_heads, results in [
-        (hopper_wide, by_keys, -(-kv_len // by_keys.kv), kv_heads, {"gDK": problem["dk"], "gDV": problem["dv"]}),
-        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), heads, {"gDQ": problem["dq"]}),
+    for module, config, length, its_heads, group, results in [
+        (hopper_wide, by_keys, blocks, kv_heads * subgroups, heads // (kv_heads * subgroups), of_keys),
+        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), heads, heads // kv_heads, {"gDQ": problem["dq"]}),
     ]:
         steps.append(
             kernel_for(module, config, problem.device).bind(
@@ -210,7 +217,7 @@ def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
                 heads=its_heads,
                 pairs=batch * its_heads,
                 band=band_of(made.variant.rising, UNORDERED, gpu.processors),
-                group=heads // kv_heads,
+                group=group,
                 scale=made.unit * LOG2_E,
                 unit=scale,
                 **where,
@@ -221,7 +228,7 @@ def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
         )
     if "sink" in problem:
         steps.append(_of_sinks(problem, sinks.Config(by_keys.rows, Written(fp32)), of_rows, batch, tiles))
-    return Plan(steps, early.scratch)
+    return Plan([*steps, *late.steps], early.scratch)
 
 
 def _of_sinks(problem: Problem, config: sinks.Config, of_rows: Any, batches: int, tiles: int) -> Any:

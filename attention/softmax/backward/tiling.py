@@ -30,7 +30,7 @@ class Facing(Tiling):
 
     @inlined
     def place(self, block, blocks, pairs, band):
-        """The (block of keys, pair of key head and batch) of a thread block: one band of pairs after the other. The first keys,
+        """The (block of keys, pair of subgroup and batch) of a thread block: one band of pairs after the other. The first keys,
         which most queries see where later queries see more, come first."""
         pair, block = rasterize(block, pairs, blocks, band)
         return block, pair
