@@ -75,6 +75,16 @@ class Config(BaseConfig):
         """Where weights lie."""
         return (InShared if self.stored else InRegisters)(self.dtype)
 
+    def lasts(self, widest: int, queries: Any, pairs: Any, processors: int) -> Any:
+        """How long the multiprocessor works that works longest, in rows of queries: a tile's, as often as there are rounds of
+        tiles. Where later queries see more, the longest tile's, or what all do on average, half of their keys being masked."""
+        tiles = pairs * -(-queries // self.rows)
+        if self.variant.rising:
+            rows = max(self.rows, tiles * self.rows / (2 * processors))
+        else:
+            rows = -(-tiles // processors) * self.rows
+        return TAKES[widest][self.consumers] * rows
+
     def __str__(self):
         return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
 
@@ -129,7 +139,8 @@ SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
 SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
 SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
-DEARER = {64: 1.25, 96: 1.2, 128: 1.03}  # what two consumers take for a row of queries, of what three do; 96 was not timed
+# How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1
+TAKES = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
@@ -166,11 +177,13 @@ def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
         return config
     if queries <= (SHORT if config.lie is Packed else warpgroup.ROWS) and pairs >= MANY * processors:
         return replace(config, **SMALL[widest])
-    if config.consumers == 3 and config.variant is FULL and config.lie is Batched:
-        less = replace(config, consumers=2, stored=False, turns=True)
-        (now, then) = (-(-pairs * -(-queries // of.rows) // processors) * of.rows for of in (config, less))
-        return less if DEARER[widest] * then < now else config
-    return config
+    if config.lie is not Batched:
+        return config
+    choices = [config]
+    if config.consumers > 2:
+        choices.append(replace(config, consumers=2, stored=False, turns=True))
+    choices.append(replace(config, **one(config.kv, stages=config.stages)))
+    return min(choices, key=lambda of: of.lasts(widest, queries, pairs, processors))
 
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:

@@ -50,13 +50,23 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
-    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    padded = padded_dim(head_dim, value_dim)
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
     if variant.brings and padded == 64:  # there is room for no more
         shape = shape | {"ds_stages": 1}
     if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
         shape = shape | {"rounded": False}
     return Config(padded, padded, dtype, variant, **shape, **kind)
+
+
+def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
+    """The next larger dim of SHAPES, which must hold both."""
+    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+
+
+def block_of(head_dim: int, value_dim: int) -> int:
+    """Keys of a block, in all kernels that add to dQ."""
+    return SHAPES[padded_dim(head_dim, value_dim)]["kv"]
 
 
 def finds_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:

@@ -58,8 +58,8 @@ def planned(
     variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
-    few = FEW.get(head_dim, 0) if plain else 0
-    stores = tma and lie is Batched and not by_list and first_stores(made.variant, q_len, kv_len, ordered, few)
+    few, block = FEW.get(head_dim, 0) if plain else 0, hopper.block_of(head_dim, value_dim)
+    stores = tma and lie is Batched and not by_list and first_stores(made.variant, q_len, kv_len, ordered, few, block)
     in_order: dict[str, bool] = {"ordered": ordered, "stores": stores}
     kind |= {"lie": lie, "adds": adds} | in_order
     learns = slopes.UNASKED
@@ -161,12 +161,12 @@ def planned(
     return Plan([*steps, *late.steps], early.scratch, give)
 
 
-def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: int) -> bool:
+def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: int, block: int) -> bool:
     """Does the first block of keys that has a part of a tile of queries store it, so that nobody clears the sums? Where each
-    query sees a key: in order, or where later queries see more and there are no more keys than `few`: see
-    dq_dq_order.Heading."""
+    query sees a key: in order; where later queries see more and there are no more keys than `few` (see dq_order.Heading); or
+    where a block has all keys."""
     each_sees = variant.from_first and (variant.everything or (variant.within and queries <= keys))
-    return each_sees and (ordered or (variant.rising and keys <= few))
+    return each_sees and (ordered or (variant.rising and keys <= few) or keys <= block)
 
 
 def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:

@@ -26,6 +26,7 @@ from .base_config import BackwardConfig
 
 ROWS, COLUMNS = 16, 64  # keys and columns of what a warp adds up at once
 WARPS = 4  # of a thread block
+NEARLY = 0.95  # of the multiprocessors
 WHOLE = 8  # columns: what subgroups leave has a multiple of these, whole pieces of 16 bytes
 
 
@@ -85,11 +86,11 @@ def make(config: Config):
 
 
 def count(problem: Problem, blocks: int, rising: bool, processors: int) -> int:
-    """Into how many subgroups the query heads of a key head go, whose keys are in `blocks` blocks: as few as give every
+    """Into how many subgroups the query heads of a key head go, whose keys are in `blocks` blocks: as few as give nearly every
     multiprocessor a block. rising: do later queries see more keys? Then the first blocks take twice as long as others do on
     average, so there must be two for each multiprocessor."""
     batch, heads, kv_heads = problem("BHG")
-    wanted, group = processors * (2 if rising else 1), heads // kv_heads
+    wanted, group = processors * (2 if rising else NEARLY), heads // kv_heads
     fitting = [n for n in range(1, group + 1) if group % n == 0]
     return next((n for n in fitting if n * batch * kv_heads * blocks >= wanted), group)
 
