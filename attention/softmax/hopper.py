@@ -75,15 +75,14 @@ class Config(BaseConfig):
         """Where weights lie."""
         return (InShared if self.stored else InRegisters)(self.dtype)
 
-    def lasts(self, widest: int, queries: Any, pairs: Any, processors: int) -> Any:
-        """How long the multiprocessor works that works longest, in rows of queries: a tile's, as often as there are rounds of
-        tiles. Where later queries see more, the longest tile's, or what all do on average, half of their keys being masked."""
-        tiles = pairs * -(-queries // self.rows)
+    def lasts(self, queries: Any, keys: Any, pairs: Any, processors: int) -> Any:
+        """How long the multiprocessor works that works longest, in keys that rows of queries see: as long as a tile takes, as
+        often as there are rounds of tiles. Where later queries see more, their tile, or what all do on average."""
+        tiles, row = pairs * -(-queries // self.rows), TAKES[max(self.head_dim, self.value_dim)][self.consumers]
+        rounds, whole = -(-tiles // processors), row * self.rows * keys
         if self.variant.rising:
-            rows = max(self.rows, tiles * self.rows / (2 * processors))
-        else:
-            rows = -(-tiles // processors) * self.rows
-        return TAKES[widest][self.consumers] * rows
+            return max(BESIDES + whole, rounds * BESIDES + tiles * whole / (2 * processors))
+        return rounds * (BESIDES + whole)
 
     def __str__(self):
         return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
@@ -139,8 +138,10 @@ SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
 SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
 SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
-# How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1
+# How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1; and how long for a
+# tile besides, in keys that a row sees
 TAKES = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
+BESIDES = 20000
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
@@ -166,7 +167,7 @@ def config_for(
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
 
-def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
+def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int) -> Config:
     """The same with tiles of fewer rows, for full and causal attention whose sequences, `pairs` with all heads, have so few
     queries (packed: on average) that others would be idle: rows of a tile, or multiprocessors while the last tiles are worked
     on. The bits are the same, but of many short sequences, whose blocks of keys are smaller."""
@@ -182,8 +183,8 @@ def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
     choices = [config]
     if config.consumers > 2:
         choices.append(replace(config, consumers=2, stored=False, turns=True))
-    choices.append(replace(config, **one(config.kv, stages=config.stages)))
-    return min(choices, key=lambda of: of.lasts(widest, queries, pairs, processors))
+    choices.append(replace(config, consumers=1, stored=False, turns=False, resident=2))  # there is room for one or two
+    return min(choices, key=lambda of: of.lasts(queries, keys, pairs, processors))
 
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
@@ -214,7 +215,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             long = [config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)]
-            fewer = [fitted(config, queries, MANY, 1) for config in long for queries in (1, warpgroup.ROWS + 1)]
+            loads = (1, 1), (warpgroup.ROWS + 1, 1), (512, 512)  # (queries, multiprocessors) for which one or two consumers do
+            fewer = [fitted(config, queries, 512, MANY, processors) for config in long for queries, processors in loads]
             yield from dict.fromkeys((*long, *fewer))
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))

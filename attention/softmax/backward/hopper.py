@@ -172,30 +172,32 @@ def make(config: Config):
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
         gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, subgroups: INT, scale: FLOAT, unit: FLOAT,
+        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys with one of `pairs` pairs of subgroup and batch, `band` of which are worked on at once,
-        and what it adds to dQ of the subgroup's `group` query heads. A key head has `subgroups` of them: see subgroups.py. The
-        weight of a score s is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
+        what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
+        each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
+        something of it, it was `unit` Q K^T."""
         k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
-        block, batch, subgroup = sequences.find_keys(block, pair, heads, KV, given)
+        block, batch, share = sequences.find_keys(block, pair, heads, KV, given)
+        subgroup, span = divmod(share, spans)
         own, key = sequences.sequence(batch, given), int32(KV * block)
         if not sequences.has_keys(key, batch, given):
             return
         at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at, group)
+        every = tiling.span(tiling.tiles(key, at, group), span, spans)
         above = sequences.first_tile(batch, given)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, subgroup, every, key, at, group, subgroups, above)
+                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, above)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, pair, every, key, at, group, above)
+                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
@@ -224,7 +226,7 @@ def make(config: Config):
             if sequences.packed:
                 end = sequences.last_key(batch, given)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            result.store_four(gDK, dk * unit, (own.batch, row, subgroup, K_COLS * (me % SHARE)))
-            result.store_four(gDV, variant.output(dv, at), (own.batch, row, subgroup, V_COLS * (me % SHARE)))
+            result.store_four(gDK, dk * unit, (own.batch, row, share, K_COLS * (me % SHARE)))
+            result.store_four(gDV, variant.output(dv, at), (own.batch, row, share, V_COLS * (me % SHARE)))
 
     return attend, smem

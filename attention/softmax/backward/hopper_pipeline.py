@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from numpy import int32
 
-from ops import divmod, store_wait, warpgroup
+from ops import store_wait, warpgroup
 from tiles import inlined, ring, shared, st
 
 from ..sequences import Batched
@@ -79,14 +79,13 @@ def bringing(config: Config, ahead: bool = False):
     tiling, order, sequences, brought = config.tiling, config.order, config.sequences, config.brought
 
     @inlined
-    def bring(arrays, rings, own, block, subgroup, every, key, at, group, subgroups, above):
+    def bring(arrays, rings, own, block, kv_head, every, key, at, group, above):
         """Bring a block of keys and values, and all tiles of queries that see it. above: how many tiles of queries belong to
         sequences before. (Heads and tiles are counted: a division would take the producer's time, a nested loop its
         registers.)"""
         gK, gV, gQ, gDO, gSums = arrays
         k, v, q, do, sums, bias = rings
-        tiles, head, place = int32(group * every.n), int32(group * subgroup), order.start(every)
-        kv_head, _ = divmod(subgroup, subgroups)
+        tiles, head, place = int32(group * every.n), int32(at.head), order.start(every)
         at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
         if AHEAD or tiles > 0:
             k.fill(0, gK, at_keys)
@@ -103,7 +102,7 @@ def bringing(config: Config, ahead: bool = False):
             sums.fill(j, gSums, (own.batch, head, int32(above + tile)))
             head, place = order.following(every, head, place)
         if AHEAD:
-            q.fill(tiles, gQ, (own.batch, 0, group * subgroup))
+            q.fill(tiles, gQ, (own.batch, 0, at.head))
 
     return bring
 

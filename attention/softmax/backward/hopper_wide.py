@@ -123,24 +123,24 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
-        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, subgroups: INT, scale: FLOAT,
-        unit: FLOAT,
+        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, shares: INT, spans: INT,
+        scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys with one of `pairs` pairs of subgroup and batch, `band` of which are worked on at once;
-        the subgroup's `group` query heads come one after the other. A key head has `subgroups` of them: see subgroups.py. The
-        weight of a score s is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `pairs` pairs of share and batch: see hopper.py. The query heads of a share
+        come one after the other."""
         k, v, q, do, p, sums = smem.open()
         grid.follow()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, subgroup = divmod(pair, heads)
+        batch, share = divmod(pair, heads)
+        subgroup, span = divmod(share, spans)
         own, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at, group)
+        every = tiling.span(tiling.tiles(key, at, group), span, spans)
         tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
-            kv_head, _ = divmod(subgroup, subgroups)
+            kv_head, _ = divmod(share, shares)
             k.fill(0, gK, (own.batch, block, kv_head))
             head, tile = int32(group * subgroup), int32(every.first)
             for j in range(tiles):
@@ -173,7 +173,7 @@ def make(config: Config):
                         weights = handed(j, found, p)
                     dv = warpgroup.wait(warpgroup.mma_AB(dv, weights, do.wait(tiles - 1)))
                     do.release(tiles - 1)
-                warpgroup.store(gDV, INPUT(dv), (own.batch, row, subgroup, 0), 1, 3, True)
+                warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
             else:
                 dk = zeros(DK)
                 if tiles > 0:
@@ -191,6 +191,6 @@ def make(config: Config):
                         slope = INPUT(sloped(j, dp, p, sums))
                     dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(tiles - 1)))
                     q.release(tiles - 1)
-                warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, subgroup, 0), 1, 3, True)
+                warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
 
     return attend, smem

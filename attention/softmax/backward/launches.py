@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +19,19 @@ from ..launches import DTYPES, LOG2_E, Before, in_tiles, made_for, sequences_of,
 from ..prepared_lists import Listing, check
 from ..sequences import Batched
 from ..variants import Variant
-from . import ampere, finish, hopper, hopper_folded, hopper_narrow, hopper_wide, hopper_wide_queries, prepare, sinks, slopes
-from . import subgroups as groups
+from . import (
+    ampere,
+    finish,
+    hopper,
+    hopper_folded,
+    hopper_narrow,
+    hopper_wide,
+    hopper_wide_queries,
+    prepare,
+    shares,
+    sinks,
+    slopes,
+)
 from .dq_order import UNORDERED, Ordered, Turns, Unordered
 from .query_lists import listed
 from .recomputed_scores import Added
@@ -77,17 +89,19 @@ def planned(
     else:
         at_once, room = problem.bytes_at_once(), gpu.shared_bytes
         module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, **kind)
-    parts = config.parts
+    parts, group, cut = config.parts, heads // kv_heads, shares.Cut()
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
-    whole = ordered or adds or listing is not None
-    subgroups = 1 if whole else groups.count(problem, blocks, made.variant.rising, gpu.processors)
+    if not (ordered or adds or listing):
+        cut = shares.cut(group, batch * kv_heads * blocks, tiles, made.variant.rising, gpu.processors)
+    if learns is not slopes.UNASKED:  # all spans of a subgroup would have the same places
+        cut = cut._replace(spans=1)
     late = Before(problem, early.scratch)
-    of_keys = groups.results(early, late, config, subgroups)
+    of_keys, config = shares.arguments(early, late, config, cut), replace(config, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
     sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
     turns = {}
@@ -113,7 +127,7 @@ def planned(
         learnt["found"] = early.memory((rows, size), "float32")
         early.steps.append(Fill(learnt["found"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
-        batch * kv_heads * subgroups * blocks,
+        of_keys["pairs"] * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
@@ -121,10 +135,7 @@ def planned(
         gSums=of_rows,
         gSum=sums,
         blocks=blocks,
-        heads=kv_heads * subgroups,
-        pairs=batch * kv_heads * subgroups,
         band=band_of(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
-        group=heads // (kv_heads * subgroups),
         scale=made.unit * LOG2_E,
         unit=scale,
         **of_keys,
@@ -170,7 +181,7 @@ def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: 
 
 
 def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
-    """How many pairs of subgroup and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
+    """How many pairs of share and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
     to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
     ordered = isinstance(order, Ordered)
     sharing = CLOSE if keys <= SHORT and not ordered else order.sharing
@@ -184,10 +195,10 @@ def planned_wide(problem: Problem, made: Assembled, scale: float, ordered: bool)
     by_keys = hopper_wide.config_for(head_dim, dtype, made.variant, value_dim)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
-    blocks = -(-kv_len // by_keys.kv)
-    subgroups = 1 if ordered else groups.count(problem, blocks, made.variant.rising, gpu.processors)
-    late = Before(problem, early.scratch)
-    of_keys = groups.results(early, late, by_keys, subgroups)
+    blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
+    cut = shares.cut(group, batch * kv_heads * blocks, tiles, made.variant.rising, gpu.processors)
+    cut = shares.Cut() if ordered else cut
+    of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(
         batch * heads * tiles,
@@ -200,28 +211,26 @@ def planned_wide(problem: Problem, made: Assembled, scale: float, ordered: bool)
         heads=heads,
         **where,
     )
+    of_queries = {"heads": heads, "pairs": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [before]
-    for module, config, length, its_heads, group, results in [
-        (hopper_wide, by_keys, blocks, kv_heads * subgroups, heads // (kv_heads * subgroups), of_keys),
-        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), heads, heads // kv_heads, {"gDQ": problem["dq"]}),
+    for module, config, count, own in [
+        (hopper_wide, by_keys, blocks, of_keys),
+        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), of_queries),
     ]:
         steps.append(
             kernel_for(module, config, problem.device).bind(
-                batch * its_heads * length,
+                own["pairs"] * count,
                 gQ=problem["q"],
                 gK=problem["k"],
                 gV=problem["v"],
                 gDO=problem["dout"],
                 gSums=of_rows,
-                blocks=length,
-                heads=its_heads,
-                pairs=batch * its_heads,
+                blocks=count,
                 band=band_of(made.variant.rising, UNORDERED, gpu.processors),
-                group=group,
                 scale=made.unit * LOG2_E,
                 unit=scale,
                 **where,
-                **results,
+                **own,
                 **made.numbers,
                 **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
             )
