@@ -77,12 +77,13 @@ class Config(BaseConfig):
 
     def lasts(self, queries: Any, keys: Any, pairs: Any, processors: int) -> Any:
         """How long the multiprocessor works that works longest, in keys that rows of queries see: as long as a tile takes, as
-        often as there are rounds of tiles. Where later queries see more, their tile, or what all do on average."""
+        often as there are rounds of tiles; where later queries see more, the last one's, or what all do on average."""
         tiles, row = pairs * -(-queries // self.rows), TAKES[max(self.head_dim, self.value_dim)][self.consumers]
-        rounds, whole = -(-tiles // processors), row * self.rows * keys
+        rounds, tile = -(-tiles // processors), row * self.rows
         if self.variant.rising:
-            return max(BESIDES + whole, rounds * BESIDES + tiles * whole / (2 * processors))
-        return rounds * (BESIDES + whole)
+            last, mean = tile * (keys - min(self.rows, queries) / 2), tile * (keys - queries / 2)
+            return max(BESIDES + last, rounds * BESIDES + tiles * mean / processors)
+        return rounds * (BESIDES + tile * keys)
 
     def __str__(self):
         return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
@@ -141,7 +142,7 @@ SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a mul
 # How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1; and how long for a
 # tile besides, in keys that a row sees
 TAKES = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
-BESIDES = 20000
+BESIDES = 16000
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 

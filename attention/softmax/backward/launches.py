@@ -97,7 +97,8 @@ def planned(
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
     if not (ordered or adds or listing):
-        cut = shares.cut(group, batch * kv_heads * blocks, tiles, made.variant.rising, gpu.processors)
+        wanted = shares.wanted(made.variant.rising, config.order, gpu.processors)
+        cut = shares.cut(group, batch * kv_heads * blocks, tiles, wanted)
     if learns is not slopes.UNASKED:  # all spans of a subgroup would have the same places
         cut = cut._replace(spans=1)
     late = Before(problem, early.scratch)
@@ -196,8 +197,8 @@ def planned_wide(problem: Problem, made: Assembled, scale: float, ordered: bool)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
-    cut = shares.cut(group, batch * kv_heads * blocks, tiles, made.variant.rising, gpu.processors)
-    cut = shares.Cut() if ordered else cut
+    wanted = shares.wanted(made.variant.rising, UNORDERED, gpu.processors)
+    cut = shares.Cut() if ordered else shares.cut(group, batch * kv_heads * blocks, tiles, wanted)
     of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(

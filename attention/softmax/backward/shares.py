@@ -8,7 +8,6 @@ in the inputs' dtype, and one more kernel adds them up, in float32 and in a fixe
 
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,10 +23,11 @@ from tiles.layout import LANES
 
 from ..launches import Before
 from .base_config import BackwardConfig
+from .dq_order import Heading, Unordered
 
 ROWS, COLUMNS = 16, 64  # keys and columns of what a warp adds up at once
 WARPS = 4  # of a thread block
-NEARLY, LEAST = 0.95, 4  # of the multiprocessors; tiles of a span
+LEAST = 4  # tiles of a span, of all heads of its subgroup
 WHOLE = 8  # columns: what shares leave has a multiple of these, whole pieces of 16 bytes
 
 
@@ -98,15 +98,20 @@ class Cut(NamedTuple):
         return self.subgroups * self.spans
 
 
-def cut(group: int, thread_blocks: int, tiles: int, rising: bool, processors: int) -> Cut:
-    """The Cut of a problem of `group` query heads to a key head and `tiles` tiles of queries, which not cut would have so many
-    thread blocks: as few shares as give nearly every multiprocessor one. Where later queries see more keys (rising) the first
-    blocks of keys take twice as long as others do on average, so there must be two for each multiprocessor."""
-    wanted = processors * (2 if rising else NEARLY)
-    fitting = [n for n in range(1, group + 1) if group % n == 0]
-    subgroups = next((n for n in fitting if n * thread_blocks >= wanted), group)
-    lacking = wanted / (subgroups * thread_blocks)
-    return Cut(subgroups, max(1, min(math.ceil(lacking), tiles // LEAST)))
+def wanted(rising: bool, order: Unordered, processors: int) -> int:
+    """How many thread blocks there should be for so many multiprocessors: one for each. Where later queries see more keys
+    (rising) two, for the first blocks of keys take twice as long as others do on average; but not if these come last."""
+    return processors * (2 if rising and not isinstance(order, Heading) else 1)
+
+
+def cut(group: int, thread_blocks: int, tiles: int, wanted: int) -> Cut:
+    """The Cut of a problem of `group` query heads to a key head and `tiles` tiles of queries, which not cut has so many thread
+    blocks: as many shares as leave no more than are wanted."""
+    of_heads = [n for n in range(2, group + 1) if group % n == 0 and n * thread_blocks <= wanted]
+    subgroups, spans = max([1, *of_heads]), 1
+    while 2 * spans * subgroups * thread_blocks <= wanted and 2 * spans * max(1, LEAST * subgroups // group) <= tiles:
+        spans *= 2
+    return Cut(subgroups, spans)
 
 
 def arguments(early: Before, late: Before, config: BackwardConfig, cut: Cut) -> dict[str, Any]:
