@@ -32,7 +32,7 @@ from . import (
     sinks,
     slopes,
 )
-from .dq_order import UNORDERED, Ordered, Turns, Unordered
+from .dq_order import UNORDERED, Heading, Ordered, Turns, Unordered
 from .query_lists import listed
 from .recomputed_scores import Added
 from .results import Written
@@ -89,16 +89,16 @@ def planned(
     else:
         at_once, room = problem.bytes_at_once(), gpu.shared_bytes
         module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, **kind)
-    parts, group, cut = config.parts, heads // kv_heads, shares.Cut()
+    parts, cut = config.parts, shares.Cut()
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
-    if not (ordered or adds or listing):
-        wanted = shares.wanted(made.variant.rising, config.order, gpu.processors)
-        cut = shares.cut(group, batch * kv_heads * blocks, tiles, wanted)
+    if not (adds or listing):
+        longest_first = made.variant.rising and not isinstance(config.order, Heading)
+        cut = shares.cut_of(problem, blocks, tiles, ordered, longest_first, gpu.processors)
     if learns is not slopes.UNASKED:  # all spans of a subgroup would have the same places
         cut = cut._replace(spans=1)
     late = Before(problem, early.scratch)
@@ -197,8 +197,7 @@ def planned_wide(problem: Problem, made: Assembled, scale: float, ordered: bool)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
-    wanted = shares.wanted(made.variant.rising, UNORDERED, gpu.processors)
-    cut = shares.Cut() if ordered else shares.cut(group, batch * kv_heads * blocks, tiles, wanted)
+    cut = shares.cut_of(problem, blocks, tiles, ordered, made.variant.rising, gpu.processors)
     of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(

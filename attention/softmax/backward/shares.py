@@ -20,14 +20,15 @@ from ops import divmod, grid, load, store, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import INT, array
 from tiles.layout import LANES
+from tiles.schema import Problem
 
 from ..launches import Before
 from .base_config import BackwardConfig
-from .dq_order import Heading, Unordered
 
 ROWS, COLUMNS = 16, 64  # keys and columns of what a warp adds up at once
 WARPS = 4  # of a thread block
 LEAST = 4  # tiles of a span, of all heads of its subgroup
+IN_ORDER = 8  # pairs of share and batch in order, at most, if there are several shares
 WHOLE = 8  # columns: what shares leave has a multiple of these, whole pieces of 16 bytes
 
 
@@ -98,10 +99,15 @@ class Cut(NamedTuple):
         return self.subgroups * self.spans
 
 
-def wanted(rising: bool, order: Unordered, processors: int) -> int:
-    """How many thread blocks there should be for so many multiprocessors: one for each. Where later queries see more keys
-    (rising) two, for the first blocks of keys take twice as long as others do on average; but not if these come last."""
-    return processors * (2 if rising and not isinstance(order, Heading) else 1)
+def cut_of(problem: Problem, blocks: int, tiles: int, ordered: bool, longest_first: bool, processors: int) -> Cut:
+    """The Cut of a problem with so many blocks of keys and tiles of queries. There should be a thread block for each
+    multiprocessor; two where some take up to twice as long as others, and these come first. In order (ordered) no length
+    decides, for parts of sequences must give the bits of the whole."""
+    batch, heads, kv_heads = problem("BHG")
+    group, pairs = heads // kv_heads, batch * kv_heads
+    if ordered:
+        return cut(group, pairs, 0, IN_ORDER)
+    return cut(group, pairs * blocks, tiles, processors * (2 if longest_first else 1))
 
 
 def cut(group: int, thread_blocks: int, tiles: int, wanted: int) -> Cut:
