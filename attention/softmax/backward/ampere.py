@@ -12,7 +12,7 @@ It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many 
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numba import cuda
@@ -29,15 +29,15 @@ from ..ampere import LARGE, ROOM, SHARED_BYTES
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig
-from .dq_order import Ordered
-from .dq_parts import BAND, PANEL, Held
+from .dq_order import UNORDERED, Ordered, Unordered
+from .dq_parts import BAND, PANEL, Direct, Held
 
 
 @dataclass(frozen=True)
 class Config(BackwardConfig):
     """A kernel's shape: keys that a warp owns; queries whose scores it has at once; do two warps own the same keys? Blocks that
     a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
-    and strides are multiples of."""
+    and strides are multiples of. alone: does a block have all keys, and each query see one?"""
 
     own: int
     step: int
@@ -45,10 +45,19 @@ class Config(BackwardConfig):
     resident: int
     together: int = 1
     piece: int = 16
+    alone: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self):
+        if self.parts.count % self.warps:
+            raise ValueError(f"{self.warps} warps cannot have as many of {self.parts.count} parts of dQ each: {self}")
 
     @property
     def in_order(self) -> Ordered:
         return Ordered(self.warps, False)
+
+    @property
+    def order(self) -> Unordered:
+        return UNORDERED if self.alone else super().order
 
     @property
     def warps(self) -> int:
@@ -68,10 +77,11 @@ class Config(BackwardConfig):
     @property
     def parts(self) -> Held:
         """How dQ is cut."""
-        return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together)
+        cut = self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together
+        return Direct(*cut, self.result) if self.alone else Held(*cut)
 
     def __str__(self):
-        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
+        return super().__str__() + " alone" * self.alone + f", by {self.piece} bytes" * (self.piece != 16)
 
 
 SHAPES = {  # padded head_dim: (kv, queries, own, step, apart, resident)
@@ -81,6 +91,14 @@ SHAPES = {  # padded head_dim: (kv, queries, own, step, apart, resident)
 }
 PLAIN = SHAPES | {128: (64, 64, 32, 64, True, 2)}  # where scores take no registers of their own
 ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90 and sm_100
+SHORT, FEW = PLAIN | {64: (64, 64, 16, 32, False, 4)}, 64  # and there are no more queries than these
+
+
+def faster(head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
+    """Are these kernels faster than Hopper's? So few queries and keys leave a warpgroup's products nearly empty, and three or
+    four blocks of four warps hide each other's waits."""
+    widest = max(head_dim, value_dim)
+    return queries <= FEW and (widest <= 64 or (widest <= 128 and keys <= FEW))
 
 
 @functools.lru_cache(1024)
@@ -91,12 +109,13 @@ def config_for(
     piece: int = 16,
     value_dim: int | None = None,
     room: int = SHARED_BYTES,
+    short: bool = False,
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, both as the greater one. kind: see BaseConfig."""
+    dims, both as the greater one. short: has it up to FEW queries? kind: see BaseConfig."""
     since_hopper = room >= LARGE
-    shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
+    shapes = SHAPES if variant.scored or variant.draws else (SHORT if short else ROOMY) if since_hopper else PLAIN
     padded = min(d for d in shapes if d >= max(head_dim, value_dim or head_dim))
     return Config(padded, padded, dtype, variant, *shapes[padded], QUAD if since_hopper else 1, piece, **kind)
 
@@ -105,7 +124,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        yield config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES))
+        config = config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES))
+        short = config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES), short=True)
+        yield from dict.fromkeys((config, short, replace(short, alone=True)))
 
 
 @functools.cache
@@ -116,7 +137,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
-    EACH = parts.count // WARPS  # how many parts of dQ a warp has
+    EACH, SUMS = parts.count // WARPS, parts.array  # how many parts of dQ a warp has; where they go
     DK, DV, PART = rt(OWN, config.head_dim, fp32), rt(OWN, config.value_dim, fp32), rt(BAND, PANEL, fp32)
     SCORES, S, P = rt(OWN, STEP, fp32), rt(STEP, OWN, fp32, "col"), rt(STEP, OWN, INPUT, "col")
     smem = shared(
@@ -180,18 +201,18 @@ def make(config: Config):
         return sum, learnt
 
     @inlined
-    def add(n, keys, ds, gSum, pair, tile):
+    def add(n, keys, ds, gSum, pair, tile, row, unit):
         """Part n of what a block adds to a tile of dQ."""
         (down, right), part = divmod(n, PANELS), zeros(PART)
         for m in range(OWNERS):
             part = mma_AB(part, subtile(ds, BAND, BANDS * m + down), subtile(keys, OWN, m, PANEL, right))
-        parts.add(gSum, part, pair, tile, n)
+        parts.add(gSum, part, pair, tile, n, row, unit)
 
     step = apart if APART else alone
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: array(3),
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: SUMS,
         gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
@@ -240,16 +261,16 @@ def make(config: Config):
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             of = int32(group * divmod(heads, spans)[0] * own.batch + head)
-            behind = order.behind(tiling, number, tile, at, group)
+            behind, row_of = order.behind(tiling, number, tile, at, group), (own.batch, int32(own.query + ROWS * tile), head)
             order.take(given, of, to, 0, behind)
             if APART:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
-                    add(n, every_key, ds, gSum, of, to)
+                    add(n, every_key, ds, gSum, of, to, row_of, unit)
                     n = int32(n + WARPS)
             else:
                 for n in range(EACH):
-                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to)
+                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to, row_of, unit)
             order.give(given, of, to, 0, behind)
             if last:
                 if not APART or warp >= OWNERS:

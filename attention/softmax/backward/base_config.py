@@ -27,6 +27,7 @@ class BackwardConfig(BaseConfig):
     spans: bool = field(default=False, kw_only=True)
     early = False  # whether it begins while the grid before it ends
     piece = 16  # the bytes that addresses and strides are multiples of
+    alone = False  # whether a block has all keys, and writes dQ
 
     @property
     def in_order(self) -> Ordered:

@@ -67,6 +67,8 @@ def planned(
     plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or made.variant.draws)
     if plain and not reads and hopper_wide.serves(head_dim, made.variant, value_dim):
         return planned_wide(problem, made, scale, ordered)
+    if plain and not (reads or ordered or family) and ampere.faster(head_dim, value_dim, q_len, kv_len):
+        tma = plain = False
     variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
@@ -88,7 +90,10 @@ def planned(
         module, config = hopper, hopper.config_for(head_dim, dtype, variant, value_dim, **kind)
     else:
         at_once, room = problem.bytes_at_once(), gpu.shared_bytes
-        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, **kind)
+        short, shape = q_len <= ampere.FEW, (head_dim, dtype, made.variant, at_once, value_dim, room)
+        module, config = ampere, ampere.config_for(*shape, short=short, **kind)
+        if lie is Batched and not by_list and each_sees(made.variant, q_len, kv_len) and kv_len <= config.kv:
+            config = replace(config, alone=True)
     parts, cut = config.parts, shares.Cut()
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
@@ -104,7 +109,7 @@ def planned(
     late = Before(problem, early.scratch)
     of_keys, config = shares.arguments(early, late, config, cut), replace(config, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
-    sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
+    sums = problem["dq"] if config.alone else early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
     turns = {}
     if isinstance(config.order, Turns):
         turns["turns"] = early.memory((batch * heads, config.order.lines * tiles), "int32")
@@ -152,15 +157,16 @@ def planned(
         gDO=problem["dout"],
         gLse=problem["lse"],
         gSums=of_rows,
-        gSum=sums,
+        gSum=of_rows if config.alone else sums,
         blocks=tiles,
         heads=heads,
         **told,
     )
-    after = kernel_for(finish, finish.config_of(config), problem.device).bind(
-        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale, **where
-    )
-    steps = [*early.steps, before, main, after]
+    steps = [*early.steps, before, main]
+    if not config.alone:
+        after = kernel_for(finish, finish.config_of(config), problem.device)
+        told = {"blocks": tiles, "heads": heads, "unit": scale} | where
+        steps.append(after.bind(batch * heads * tiles, gSum=sums, gDQ=problem["dq"], **told))
     if "sink" in problem:
         steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
@@ -177,8 +183,12 @@ def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: 
     """Does the first block of keys that has a part of a tile of queries store it, so that nobody clears the sums? Where each
     query sees a key: in order; where later queries see more and there are no more keys than `few` (see dq_order.Heading); or
     where a block has all keys."""
-    each_sees = variant.from_first and (variant.everything or (variant.within and queries <= keys))
-    return each_sees and (ordered or (variant.rising and keys <= few) or keys <= block)
+    return each_sees(variant, queries, keys) and (ordered or (variant.rising and keys <= few) or keys <= block)
+
+
+def each_sees(variant: Variant, queries: int, keys: int) -> bool:
+    """Does each query see the first key?"""
+    return variant.from_first and (variant.everything or (variant.within and queries <= keys))
 
 
 def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
