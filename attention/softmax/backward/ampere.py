@@ -11,6 +11,7 @@ It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many 
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,6 +71,11 @@ class Config(BackwardConfig):
         return LANES * self.warps
 
     @property
+    def local_bytes(self) -> int:
+        """What registers leave over, of a thread: of shapes that were timed to be faster all the same."""
+        return LOCAL.get((self.head_dim, self.kv), 0) if self.together == QUAD else 0
+
+    @property
     def learners(self) -> int:
         """How many warps of a block leave what they have learnt."""
         return self.kv // self.own
@@ -84,21 +90,31 @@ class Config(BackwardConfig):
         return super().__str__() + " alone" * self.alone + f", by {self.piece} bytes" * (self.piece != 16)
 
 
-SHAPES = {  # padded head_dim: (kv, queries, own, step, apart, resident)
+Shape = tuple[int, int, int, int, bool, int]  # kv, queries, own, step, apart, resident
+SHAPES: dict[int, Shape] = {  # of a padded head_dim
     64: (64, 64, 16, 64, False, 2),
     128: (64, 64, 16, 64, True, 1),
     256: (32, 32, 16, 32, True, 1),
 }
 PLAIN = SHAPES | {128: (64, 64, 32, 64, True, 2)}  # where scores take no registers of their own
 ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90 and sm_100
-SHORT, FEW = PLAIN | {64: (64, 64, 16, 32, False, 4)}, 64  # and there are no more queries than these
+SHORT: dict[int, list[tuple[float, float, Shape]]] = {  # ... and sequences have up to so many queries and keys: sm_90
+    64: [(64, math.inf, (64, 64, 16, 32, False, 3)), (128, 128, ROOMY[64])],
+    128: [(32, 32, (32, 32, 16, 32, True, 2)), (32, math.inf, (64, 32, 32, 32, True, 2)), (64, 64, PLAIN[128])],
+}
+LOCAL = {(64, 128): 48, (64, 64): 16}  # by padded head_dim and keys of a block
 
 
-def faster(head_dim: int, value_dim: int, queries: int, keys: int) -> bool:
-    """Are these kernels faster than Hopper's? So few queries and keys leave a warpgroup's products nearly empty, and three or
-    four blocks of four warps hide each other's waits."""
-    widest = max(head_dim, value_dim)
-    return queries <= FEW and (widest <= 64 or (widest <= 128 and keys <= FEW))
+def short(head_dim: int, value_dim: int, variant: Variant, queries: int, keys: int) -> Shape | None:
+    """The shape for which these kernels are faster than Hopper's, if there is one. So few queries and keys leave a warpgroup's
+    products half empty, and two or three blocks of four warps hide each other's waits."""
+    shapes = [] if variant.scored else SHORT.get(padded_dim(head_dim, value_dim), [])
+    return next((shape for most, most_keys, shape in shapes if queries <= most and keys <= most_keys), None)
+
+
+def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
+    """The next larger dim of SHAPES, which must hold both."""
+    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
 
 
 @functools.lru_cache(1024)
@@ -109,15 +125,15 @@ def config_for(
     piece: int = 16,
     value_dim: int | None = None,
     room: int = SHARED_BYTES,
-    short: bool = False,
+    shape: Shape | None = None,
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, both as the greater one. short: has it up to FEW queries? kind: see BaseConfig."""
+    dims, both as the greater one. shape: see `short`. kind: see BaseConfig."""
     since_hopper = room >= LARGE
-    shapes = SHAPES if variant.scored or variant.draws else (SHORT if short else ROOMY) if since_hopper else PLAIN
-    padded = min(d for d in shapes if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, *shapes[padded], QUAD if since_hopper else 1, piece, **kind)
+    shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
+    padded = padded_dim(head_dim, value_dim)
+    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -125,8 +141,12 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
         config = config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES))
-        short = config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES), short=True)
-        yield from dict.fromkeys((config, short, replace(short, alone=True)))
+        yield from (config, replace(config, alone=True))
+        if arch == "sm_90a":
+            for _, _, shape in SHORT.get(head_dim, []):
+                if shape != ROOMY[head_dim]:
+                    of_short = config_for(head_dim, of, variant, piece, room=LARGE, shape=shape)
+                    yield from (of_short, replace(of_short, alone=True))
 
 
 @functools.cache
@@ -201,12 +221,12 @@ def make(config: Config):
         return sum, learnt
 
     @inlined
-    def add(n, keys, ds, gSum, pair, tile, row, unit):
+    def add(n, keys, ds, gSum, pair, tile, unit):
         """Part n of what a block adds to a tile of dQ."""
         (down, right), part = divmod(n, PANELS), zeros(PART)
         for m in range(OWNERS):
             part = mma_AB(part, subtile(ds, BAND, BANDS * m + down), subtile(keys, OWN, m, PANEL, right))
-        parts.add(gSum, part, pair, tile, n, row, unit)
+        parts.add(gSum, part, pair, tile, n, unit)
 
     step = apart if APART else alone
 
@@ -246,7 +266,7 @@ def make(config: Config):
         every_key = k.wait(0, 3)
         keys, values = subtile(every_key, OWN, mine), subtile(v.wait(0, 2), OWN, mine)
         sums, learnt = zeros(DK) if APART else (zeros(DK), zeros(DV)), learns.begin(SCORES)
-        head, i = int32(group * subgroup), int32(0)
+        head, i, of = int32(group * subgroup), int32(0), int32(group * divmod(pair, spans)[0])
         for j in range(tiles):
             nth = order.nth(every.n, i)
             tile = tiling.tile(every, nth, key, at, group)
@@ -260,23 +280,22 @@ def make(config: Config):
             later = own.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
-            of = int32(group * divmod(heads, spans)[0] * own.batch + head)
-            behind, row_of = order.behind(tiling, number, tile, at, group), (own.batch, int32(own.query + ROWS * tile), head)
+            behind = order.behind(tiling, number, tile, at, group)
             order.take(given, of, to, 0, behind)
             if APART:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
-                    add(n, every_key, ds, gSum, of, to, row_of, unit)
+                    add(n, every_key, ds, gSum, of, to, unit)
                     n = int32(n + WARPS)
             else:
                 for n in range(EACH):
-                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to, row_of, unit)
+                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to, unit)
             order.give(given, of, to, 0, behind)
             if last:
                 if not APART or warp >= OWNERS:
                     learns.give(learnt, given, here, int32(OWNERS * line + mine))
                 learnt = learns.begin(SCORES)
-            head, i = int32(head + 1) if last else head, int32(0) if last else int32(i + 1)
+            head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
         row = own.key + own_key
         if not APART:
             result.store(gDK, sums[0] * unit, (own.batch, row, share, 0), PIECE)

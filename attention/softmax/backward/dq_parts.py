@@ -112,8 +112,8 @@ class Held(ByRows):
         return array(3)
 
     @inlined
-    def add(self, gSum, part, pair, tile, n, row, unit):
-        """Add part n of a tile of queries to its sums. row: (batch, the tile's first query, head)."""
+    def add(self, gSum, part, pair, tile, n, unit):
+        """Add part n of a tile of queries to its sums."""
         add_held(gSum, part, self.place(pair, tile, n), self.together)
 
     @property
@@ -155,9 +155,9 @@ class Direct(Held):
         return array(4, self.result.dtype)
 
     @inlined
-    def add(self, gDQ, part, pair, tile, n, row, unit):
-        batch, first, head = row
-        self.finish(gDQ, part * unit, batch, first, head, n, self.result)
+    def add(self, gDQ, part, pair, tile, n, unit):
+        batch, head = divmod(pair, int32(gDQ.shape[2]))
+        self.finish(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
 
 
 def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:

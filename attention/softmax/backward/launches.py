@@ -67,8 +67,10 @@ def planned(
     plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or made.variant.draws)
     if plain and not reads and hopper_wide.serves(head_dim, made.variant, value_dim):
         return planned_wide(problem, made, scale, ordered)
-    if plain and not (reads or ordered or family) and ampere.faster(head_dim, value_dim, q_len, kv_len):
-        tma = plain = False
+    short = None
+    if plain and not (reads or ordered or family):
+        short = ampere.short(head_dim, value_dim, made.variant, q_len, kv_len)
+        tma = plain = short is None
     variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
@@ -90,8 +92,7 @@ def planned(
         module, config = hopper, hopper.config_for(head_dim, dtype, variant, value_dim, **kind)
     else:
         at_once, room = problem.bytes_at_once(), gpu.shared_bytes
-        short, shape = q_len <= ampere.FEW, (head_dim, dtype, made.variant, at_once, value_dim, room)
-        module, config = ampere, ampere.config_for(*shape, short=short, **kind)
+        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, short, **kind)
         if lie is Batched and not by_list and each_sees(made.variant, q_len, kv_len) and kv_len <= config.kv:
             config = replace(config, alone=True)
     parts, cut = config.parts, shares.Cut()
