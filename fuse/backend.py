@@ -17,7 +17,8 @@ from typing import Any
 from . import graph, language
 from .candidates import candidates
 from .cost import card
-from .fused import FLOATS, Fused
+from .fused import Fused
+from .program import FLOATS
 from .trace import ANY, Shape, traced
 
 Targets = dict[Any, Callable]

@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 
 from . import derivative, language, terms
+from .definition import NoKernel
 from .derivative import NoRule
 from .functions import CASTS
-from .fused import FLOATS, Fused, NoKernel
+from .fused import Fused
 from .given import cast, dtype_of
 from .graph import between, walk
 from .module import unused
 from .place import is_total_of_rows
+from .program import FLOATS
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
 

@@ -5,6 +5,7 @@ Torch is never imported before a caller has."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +114,13 @@ class Gradients:
         return self.known[key]
 
     def of_program(
+        self, outs: tuple[str, ...], names: tuple[str, ...], options: Mapping[str, Any], layout: str
+    ) -> Callable[..., dict[str, Any]]:
+        """The gradients with respect to these arguments, as a function: JAX asks the program of a fused function for it (see
+        `gradient` of tiles.program). outs: what results are called. options: the arguments that are numbers."""
+        return functools.partial(self._of_program, outs, names, options)
+
+    def _of_program(
         self,
         outs: tuple[str, ...],
         names: tuple[str, ...],
@@ -121,8 +129,8 @@ class Gradients:
         made: Mapping[str, Any],
         by: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The gradients of the program's arrays of these names, as JAX asks for them (tiles.program). outs: what results are
-        called. NotImplementedError: kernels do not compute one."""
+        """The gradients by name. given: the arrays. made: the results. by: the gradients with respect to results, of those that
+        have one. NotImplementedError: kernels do not compute one that is wanted."""
         if not by:
             return {}
         arrays = [options[name] if name in options else given[name] for name in self.function.names]
