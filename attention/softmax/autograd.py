@@ -12,8 +12,9 @@ from tiles.torch_op import DEVICES
 
 from .backward import backward
 from .call_options import differentiated
-from .forward import FORWARD, forward
+from .forward import forward
 from .forward import plain as without_options
+from .forward_programs import FORWARD
 from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves

@@ -2,7 +2,7 @@
 one for the gradients, all of which go to one array, so that what is differentiated behind it is one product of matrices.
 
     y = turned(norm(q)), turned(norm(k))    rotary.py: heads of queries and keys, one behind the other, in one array
-    out = softmax(scale y_q y_k^T) v        the launches of forward.py, on parts of that array
+    out = softmax(scale y_q y_k^T) v        the launches of forward_programs.py, on parts of that array
 
 Backwards the launches of backward/ write dy and dv to the one array of gradients, and dy becomes dq and dk where it lies."""
 
@@ -13,7 +13,7 @@ from tiles.launch import kernel_for
 from tiles.program import Fill, Part, Plan, program
 from tiles.schema import Problem, Schema
 
-from . import forward, rotary
+from . import forward_programs, rotary
 from .backward import backward
 from .backward.norms import PART, Total
 from .gradient import ONCE
@@ -132,9 +132,9 @@ def projected(
     batch, heads, kv_heads = problem("BHG")
     q, k = (_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
     operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
-    inner = _Inner(problem, forward.VARIANTS, operands, parts)
+    inner = _Inner(problem, forward_programs.VARIANTS, operands, parts)
     ends = left, right
-    plan = forward._variant.planner(
+    plan = forward_programs._variant.planner(
         inner, causal, *ends, softcap, None, None, None, None, None, norm_eps, None, None, scale, True, family
     )
     if not tiles * batch:
