@@ -48,11 +48,12 @@ SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
 class Retry(Exception):
-    """A random number has no inverse, or none that an exponent needs: others are drawn."""
+    """A random number has no inverse, or none that an exponent needs. Other random numbers are tried."""
 
 
 class Number(NamedTuple):
-    """One number in both rings: mod P, and as an exponent mod Q, None where it was divided by what has no inverse there."""
+    """A number in both rings: p modulo P, and q modulo Q, which counts where it is an exponent. q is None if the number was
+    divided by something without an inverse modulo Q."""
 
     p: int
     q: int | None
@@ -86,14 +87,14 @@ class Number(NamedTuple):
 
 
 def opaque(*what: Any) -> Number:
-    """A random function's value, the same for the same arguments; of Numbers those mod P count."""
+    """The value of a random function, the same whenever its arguments are the same. Of a Number p decides."""
     what = tuple(x.p if isinstance(x, Number) else x for x in what)
     digest = hashlib.blake2b(repr(what).encode(), digest_size=32).digest()
     return Number(int.from_bytes(digest[:16], "little") % P, int.from_bytes(digest[16:], "little") % Q)
 
 
 class InField:
-    """Arithmetic on arrays of Numbers (evaluate.Arithmetic). sizes: of axes."""
+    """Arithmetic on arrays of Numbers (evaluate.Arithmetic). sizes: the extents of axes, which are small."""
 
     def __init__(self, sizes: Mapping[Axis, int]):
         self.sizes = sizes
@@ -183,8 +184,9 @@ def random(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 @dataclass(frozen=True)
 class Identity:
-    """What identity testing found. equal: at all points. bound: on the chance that terms which differ were equal at all of
-    them. outside: the opaque functions."""
+    """The result of identity testing. equal: whether the terms were equal at all points. trials: how many points. degree: a
+    bound on the terms' degree. bound: on the chance that different terms are equal at all of these points. outside: the
+    functions that are opaque to the test."""
 
     equal: bool
     trials: int
@@ -201,7 +203,8 @@ class Identity:
 
 
 def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 0, trials: int = TRIALS) -> Identity:
-    """Test that two lists of terms over the same inputs are equal."""
+    """Test whether two lists of terms over the same inputs are equal, at random points. ValueError: no point was found at
+    which all divisions are possible."""
     every = list(walk(*definition, *rewritten))
     axes = elementary(name for x in every for name in x.names)
     sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
@@ -230,20 +233,20 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 
 
 
 def _degrees(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
-    """A bound on the degrees, added up, of all rational functions that must be equal: the terms, and what opaque functions and
-    exponentials in them are of."""
+    """A bound on the sum of the degrees of all rational functions that must agree: of the terms themselves, and of the
+    arguments of opaque functions and exponentials in them."""
     beyond = {*OPAQUE, *PARTS}
     inside = [y for x in walk(*roots) if x.operation in beyond or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
     return sum(sum(_degree(x, sizes)) for x in dict.fromkeys([*roots, *inside]))
 
 
 def _is_opaque(x: Term) -> bool:
-    """Does a map go beyond a field's operations, or to exponents?"""
+    """Is the map none of a field's operations, or exp, whose argument is an exponent?"""
     return MAPS[x.operation].field in ("", "exp")
 
 
 def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
-    """Bounds on the degrees of numerator and denominator of a term's elements."""
+    """Bounds on the degrees of (numerator, denominator) of a term's elements."""
     found: dict[Term, tuple[int, int]] = {}
     for x in walk(root):
         of = [found[y] for y in x.of]
@@ -270,8 +273,8 @@ def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Run:
-    """The kernels in the interpreter, at these extents. error: the greatest, limit: what the error rule allows. hazard: what
-    stopped the run."""
+    """A run of the kernels in the interpreter, on arrays of these extents. error: the greatest one. limit: the error that the
+    rule allows. hazard: what stopped the run, "" if nothing did."""
 
     extents: dict[str, tuple[int, ...]]
     error: float
@@ -297,14 +300,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of a kernel: see the module."""
+    """What is known about the correctness of kernels: see the module."""
 
     identity: Identity
     run: Run
 
     @property
     def holds(self) -> bool:
-        """Did nothing speak against it?"""
+        """Did both the identity test and the run pass?"""
         return self.identity.equal and self.run.passed
 
     def __str__(self):
@@ -320,7 +323,8 @@ def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
 
 
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
-    """Its kernels in the interpreter, at lengths off their tiles' edges, against the definition in float64."""
+    """A run of a candidate's kernels in the interpreter, compared with the definition in float64, at lengths that are no
+    multiples of the kernels' tiles."""
     rows = {x.names[-2].root for x in found.roots if x.names[-2]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
@@ -367,7 +371,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
 
 
 def _of(found: Traced, given: dict[str, Any], sized: tuple[Sized, Sized]) -> list[list[Any]]:
-    """The results in float64, and in the arrays' dtype."""
+    """(the results in float64, the results computed in the arrays' dtype)"""
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     with np.errstate(invalid="ignore", divide="ignore"):
         return [list(evaluate(found.roots, values, rounded)) for values, rounded in zip((wide, given), sized)]
@@ -378,7 +382,7 @@ def _has_nan(*arrays: Any) -> bool:
 
 
 class Sized(InNumPy):
-    """NumPy's, where axes have other extents than those that were traced."""
+    """NumPy's arithmetic, for arrays of other extents than those that the terms were traced with."""
 
     def __init__(self, dtype: Any, sizes: Mapping[Axis, int]):
         super().__init__(dtype)

@@ -43,8 +43,9 @@ ITEM, MOST_SLOTS = 2, 12  # bytes of an operand's element; slots of a ring
 
 
 class Schedule(NamedTuple):
-    """rows: of x that a tile has, 16, 32 or 64. columns: of weights that a block has, 64 for each of its consumers. depth:
-    along k, of a slot. blocks: of a cluster, each a part of k. stages, ahead: slots of a ring of weights, and of x's."""
+    """How a kernel is cut into tiles. rows: rows of x in a tile, 16, 32 or 64. columns: columns of weights in a block's tile,
+    64 for each of its consumers. depth: the extent of a ring's slot along k. blocks: how many blocks a cluster has, each with
+    a part of k. stages, ahead: the slots of a ring of weights, and of the ring of x."""
 
     rows: int
     columns: int
@@ -55,26 +56,28 @@ class Schedule(NamedTuple):
 
 
 class FewRows(Product):
-    """See the module."""
+    """The kernel for products of few rows: see the module."""
 
     label = "few"
     processors: int  # of the card
 
     @functools.cached_property
     def widens(self) -> bool:
-        """Are all products' weights fp8, (n, k) in memory, and nothing else? They become 16 bits in registers."""
+        """Are the weights of all products fp8, with (n, k) in memory, and nothing else fp8? The kernel then widens them to 16
+        bits in registers."""
         others = [self.x, *self.vectors, *(w.array for pair in self.narrow.values() for w in pair)]
         wide = not any(viewed(x).held_as("") == FP8 for x in others)
         return wide and not self.extension and all(w.turned and w.array.held_as("") == FP8 for w in self.products.values())
 
     @property
     def prepared(self) -> bool:
-        """Is anything done with x besides the products?"""
+        """Does one warpgroup have to prepare x, or to compute sums or a narrow product from it?"""
         return not self.plain or bool(self.sides or self.narrow)
 
     @property
     def early(self) -> bool:
-        """May weights be on their way before the launch before is done? Not those that it makes."""
+        """May the kernel begin to load its weights before the launch ahead of it has ended? Not if that launch may write
+        them."""
         return all(viewed(w.array).operation == "input" for w in self.weights)
 
     @property
@@ -84,24 +87,24 @@ class FewRows(Product):
 
     @property
     def item(self) -> int:
-        """Bytes of a weight's element."""
+        """Bytes of an element of the weights."""
         return 1 if self.widens else ITEM
 
     @property
     def upright(self) -> bool:
-        """Are rows on wgmma's left? There are as many as it takes then."""
+        """Do the rows of x stand on wgmma's left? It takes 64 of them there."""
         return self.schedule is not None and self.schedule.columns == UPRIGHT
 
     @property
     def rank(self) -> int:
-        """Of the narrow product as it is computed, beyond its own TMA brings zeros; 0: there is none."""
+        """The columns of the narrow product, rounded up to 16, beyond which TMA loads zeros; 0 if there is no such product."""
         return max((-(-x.of[0].extents[1] // 16) * 16 for x in self.narrow), default=0)
 
     @functools.cached_property
     def schedule(self) -> Schedule | None:
-        """How it is cut; None: it does not fit. Two rates bind: memory's, and what one multiprocessor takes in, weights and
-        rows of x together. Wide tiles spare x; narrow ones, and parts of k, keep more multiprocessors busy. One block has all
-        of a multiprocessor's shared memory."""
+        """How the product is cut into tiles, None if it does not fit. Two rates limit it: the bandwidth of memory, and how
+        much one multiprocessor takes in, weights and rows of x together. Wide tiles read x less often; narrow tiles, and parts
+        of k, keep more multiprocessors busy. A block has all shared memory of its multiprocessor."""
         rows = next(n for n in (16, 32, 64) if n >= self.rows)
         # of clusters of 4 no more than 30 run at once on 132 multiprocessors, of 2 all 66
         ways = [(b, c) for c in (64, 128) for b in (1, 2)]
@@ -121,7 +124,7 @@ class FewRows(Product):
         return wider if wider and min(wider.stages, wider.ahead + 2 * (not self.plain)) >= deep else finer or wider
 
     def _microseconds(self, rows: int, columns: int, blocks: int) -> float:
-        """By the two rates, and what the cluster's sum takes."""
+        """An estimate of the time, from these two rates and the time that it takes to sum over a cluster."""
         count, batch = len(self.products), self.batch or 1
         tiles = -(-self.columns // columns) * batch
         turns = -(-tiles * blocks // self.processors)  # blocks that a multiprocessor works on
@@ -130,12 +133,13 @@ class FewRows(Product):
         return round(max(memory, taken / INTAKE) + EXCHANGE * (blocks > 1), 1)
 
     def made(self, rows: int) -> int:
-        """Slots of what rows of x are prepared to: one for each warp that takes its turn; of one warp a band some ahead."""
+        """The slots for prepared rows of x: one for each warp that takes its turn, and some to work ahead if a tile has one
+        warp for each band of rows."""
         return max(2, 64 // rows) if rows < MOST_ROWS else 4
 
     def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> Schedule | None:
-        """As many slots as there is room for; None: there is none. Those of x, and of what it is prepared to, are as many as
-        the weights' where they can be: a weight waits in its slot for its part of x."""
+        """The schedule with as many slots as there is room for, None if there is no room. The rings of x and of prepared rows
+        get as many slots as the weights' where possible, because a weight waits in its slot for its part of x."""
         count, turns = len(self.products), 64 // rows if self.prepared else 1  # warps take turns with slots of x
         x, slot = rows * depth * ITEM, count * columns * depth * self.item
         second = self.made(rows) * (not self.plain)
@@ -155,12 +159,12 @@ class FewRows(Product):
 
     @property
     def most_rows(self) -> int:
-        """That its kernel takes."""
+        """The most rows that the kernel takes."""
         return self.schedule.rows if self.schedule else 0
 
     @classmethod
     def serving(cls, root: Term, processors: int) -> Iterator[Self]:
-        """Those that compute it, on a card of so many multiprocessors."""
+        """The kernels that compute a term, on a card with so many multiprocessors."""
         for kernel in (more for one in cls.matches(root) for more in one.with_extension()):
             kernel.processors = processors
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joined)
@@ -169,7 +173,8 @@ class FewRows(Product):
                 yield kernel
 
     def with_extension(self) -> Iterator[Self]:
-        """The kernel, and if a product that it reads is added to its only one, that which takes more steps along k for it."""
+        """The kernel itself; and if it adds a product that comes from memory to its only product, the kernel that computes
+        that one, too, in further steps along k."""
         yield self
         if not self.prepared and len(self.products) == 1 and self.root.ndim == 2:
             ((product, weight),) = self.products.items()
@@ -181,11 +186,12 @@ class FewRows(Product):
 
     @classmethod
     def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
-        """Those that compute several products of one left factor."""
+        """The kernels that compute several products with one left factor."""
         yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors) if not one.extension))
 
     def sharing(self, roots: tuple[Term, ...]) -> Self | None:
-        """See Product. It was cut for the first product alone; what stands upright, only one product by itself, is cut anew."""
+        """See Product. The schedule was made for the first product alone; if its rows stand upright, which only a single
+        product may have, another one is made."""
         found = super().sharing(roots)
         if found and found.upright:
             del found.schedule
@@ -210,8 +216,8 @@ class FewRows(Product):
 
 
 class Named(NamedTuple):
-    """An array of a kernel. name: of what is read of it. array: the kernel's parameter. loaded: by what it is read.
-    lead: of its index."""
+    """An array that a kernel reads. name: what its elements are called. array: the kernel's parameter. loaded: the expression
+    that reads them. lead: the first part of an index into it."""
 
     name: str
     array: str
@@ -220,8 +226,9 @@ class Named(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """A weight that comes through a ring. tile: the name of its type. acc, parts, full: of its product: the accumulator, and
-    where peers send theirs. turned: see Weight. lead: see Named. upright: see FewRows."""
+    """A weight that comes through a ring. ring, array: the names of the ring and of the kernel's parameter. tile: the name of
+    its type. turned: see Weight. acc: the accumulator of its product. parts, full: the shared memory and the barrier for what
+    other blocks of the cluster send of that product. lead: see Named. upright: see FewRows."""
 
     ring: str
     array: str
@@ -235,23 +242,23 @@ class Streamed(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Of the product, y.T = w.T @ u.T, or y = u @ w."""
+        """The letters of the product's op: y.T = w.T @ u.T, or y = u @ w."""
         return "ABt" if self.turned else "AB" if self.upright else "AtBt"
 
     def factors(self, u: str, i: str) -> str:
-        """Both factors' i-th tiles, in the order in which they stand."""
+        """The expressions of the i-th tiles of both factors, the left one first."""
         if not self.upright:
             return f"{self.mine(i)}, {u}.wait({i})"
         tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
         return f"{u}.wait({i}), {tile if self.turned else f'cluster.own({tile})'}"
 
     def mine(self, i: str) -> str:
-        """The consumer's part of the i-th tile."""
+        """The expression of the consumer's part of the i-th tile."""
         return f"subtile({self.ring}.wait({i}), {'64' if self.turned else 'DEPTH, 0, 64'}, me)"
 
     @classmethod
     def of(cls, weight: Weight, parameters: dict[Term, str], apart: bool = False, upright: bool = False) -> Streamed:
-        """apart: there are several products."""
+        """The Streamed of a weight. apart: are there several products, whose names must differ?"""
         name = parameters[weight.array]
         mark = f"{name}_" if apart else ""
         of_product = f"acc_{name}" if apart else "acc", f"{mark}parts", f"{mark}full"
@@ -259,7 +266,8 @@ class Streamed(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A sum of rows that rides along. inner: what is summed. parts, known: where blocks send theirs."""
+    """A sum of rows that is computed alongside the product. inner: the expression of what is summed. parts, known: the shared
+    memory and the barrier for what other blocks of the cluster send of it."""
 
     name: str
     inner: str
@@ -268,7 +276,8 @@ class Side(NamedTuple):
 
 
 class Narrow(NamedTuple):
-    """A narrow product that rides along, and what it is multiplied by. scaled: the product as it goes on."""
+    """A narrow product that is computed alongside, `first`, and the matrix that it is multiplied by, `second`. rank: its
+    columns. scaled: the expression of the narrow product as it goes on."""
 
     rank: int
     first: Streamed
@@ -277,7 +286,8 @@ class Narrow(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A vector along k that comes through a ring beside x. row: what is read of it. at: where TMA finds its i-th part."""
+    """A vector along k that comes through a ring beside x. row: what it is called once it is read. at: the coordinates of its
+    i-th part for TMA."""
 
     name: str
     array: str
@@ -293,7 +303,7 @@ class Vector(NamedTuple):
 
 
 def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
-    """What fills few_rows.jinja."""
+    """What fills the gaps of few_rows.jinja."""
     dtype, words = DTYPES[kernel.dtype], Words(kernel, parameters, spoken, NAMES)
     x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     upright, several = kernel.upright, len(kernel.products) > 1
@@ -381,12 +391,12 @@ def _gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str])
 
 
 def _read_upright(y: Term, name: str) -> str:
-    """The expression that reads what the epilogue wants besides, of a tile whose rows stand upright."""
+    """The expression that reads another operand of the epilogue, for a tile whose rows stand upright."""
     return reading(y, name, "rt(16, COLUMNS, fp32)", "mine", "COLUMNS * col")
 
 
 def _read(y: Term, name: str) -> str:
-    """The expression that reads what the epilogue wants besides, as the transposed tile has it."""
+    """The expression that reads another operand of the epilogue, transposed as the accumulator is."""
     if y.operation == "spread":
         return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"
     if not any(y.names[-2:]):

@@ -43,9 +43,10 @@ NAMES += "following known nothing greatest higher total picked scores here chose
 
 
 class Schedule(NamedTuple):
-    """columns: of a tile of accumulators, of all products together. parts: in so many a tile leaves. stages: slots of a ring.
-    group: rows of tiles, or of clusters, in a band, which share what is read of the weights. blocks: of a cluster, one below
-    the other, which read tiles of weights once for all."""
+    """How a kernel is cut into tiles. columns: of a tile of accumulators, of all products together. parts: in how many parts a
+    tile is stored. stages: the slots of a ring. group: how many rows of tiles, or of clusters, make a band that is worked on
+    together and shares what is read of the weights. blocks: how many blocks a cluster has, one below the other, which read
+    each tile of weights once."""
 
     columns: int
     parts: int
@@ -57,8 +58,9 @@ class Schedule(NamedTuple):
 def schedule(
     m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
 ) -> Schedule:
-    """That with which all waves of tiles together are narrowest. step: that a product's columns are a multiple of. results: how
-    many leave together. pairs: may blocks work by pairs, where there are several waves, and hardly a block without a peer?"""
+    """The schedule for which the sum of all waves' widths is least. step: a product's columns must be a multiple of it.
+    results: how many results are stored together. pairs: may two blocks work as a pair? They do if there are several waves,
+    and few blocks or none without a peer."""
     tall = -(-m // ROWS)
 
     def waves(columns: int) -> int:
@@ -75,7 +77,8 @@ def schedule(
 
 
 class Sent(NamedTuple):
-    """A result on its way out. slot: the shared tile that it leaves by. array: the parameter that it goes to. made: of what."""
+    """A result on its way to memory. slot: the shared tile that it is stored from. array: the parameter that it goes to. made:
+    the expression of it."""
 
     slot: str
     array: str
@@ -83,8 +86,8 @@ class Sent(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """A tile that an epilogue wants besides: one part is worked with while the next one comes. spec: of a part in registers.
-    first, following: the expressions that read a tile's first part, and the one behind the n-th."""
+    """A tile that the epilogue reads besides. One part of it is worked with while the next one is loaded. spec: the type of a
+    part in registers. first, following: the expressions that load a tile's first part, and the part after the n-th."""
 
     name: str
     spec: str
@@ -102,7 +105,7 @@ class Coming(NamedTuple):
 
 
 class ManyRows(Product):
-    """See the module."""
+    """The kernel for products of many rows: see the module."""
 
     label, most_rows, early = "many", 2**31 - 1, True
     processors: int  # of the card
@@ -115,20 +118,20 @@ class ManyRows(Product):
 
     @property
     def schedule(self) -> Schedule:
-        """How it is cut."""
+        """How the product is cut into tiles."""
         step = PART if self.folds else 64
         sizes = self.rows, self.columns, len(self.products), self.processors, self.batch or 1
         return schedule(*sizes, step, len(self.results), not self.folds and self.batch is None)
 
     @classmethod
     def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
-        """Those that compute it, on a card of so many multiprocessors, if there are more than a few rows."""
+        """The kernels that compute a term with more rows than `few`, on a card with so many multiprocessors."""
         yield from cls._making((root,), processors, few)
 
     @classmethod
     def together(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
-        """Those that compute several maps of the same products, which leave together; of no more than one other, that lies in
-        memory, and of none where there is a batch."""
+        """The kernels that compute several maps of the same products and store them together. They read at most one other
+        product, from memory, and in a batch none."""
         alike = len({tuple([axis and axis.root for axis in x.names]) for x in roots}) == 1
         if 1 < len(roots) <= MOST_RESULTS and alike and any(x.operation != "matmul" for x in roots):
             every = cls._making(roots, processors, MOST_ROWS)
@@ -137,7 +140,7 @@ class ManyRows(Product):
 
     @classmethod
     def _making(cls, roots: tuple[Term, ...], processors: int, few: int) -> Iterator[Self]:
-        """Those that make these of what is complete."""
+        """The kernels that compute these terms from complete products."""
         found, root = found_in(*roots), roots[0]
         if found is None or root.extents[-2] <= few:
             return
@@ -167,12 +170,12 @@ class ManyRows(Product):
 
     @classmethod
     def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
-        """Those that compute what is known of the parts of rows of scores."""
+        """The kernels that compute what is known of the parts of rows of scores (terms.of_parts)."""
         yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0], processors, 0)))
 
     @classmethod
     def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
-        """Those that compute several products of one left factor."""
+        """The kernels that compute several products with one left factor."""
         yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors)))
 
     def __str__(self):
@@ -195,7 +198,7 @@ class ManyRows(Product):
 
 
 def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
-    """What fills many_rows.jinja."""
+    """What fills the gaps of many_rows.jinja."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
     several = len(kernel.products) > 1
     products = []
@@ -286,8 +289,8 @@ def _gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]
 
 
 def _sent(parts: int, several: bool, told: str, lead: str, into: str, plain: bool, coming: Sequence[Coming]) -> list[list[str]]:
-    """The lines by which each part of a tile leaves. several: made of a part of each product. plain: as it is. coming: what it
-    wants besides, and has on its way."""
+    """For each part of a tile, the lines that store it. several: is a part of each product needed? plain: is the product
+    stored as it is? coming: the tiles that the epilogue loads ahead."""
     if plain:
         y, slot = into.split(", ")
         at = [f"({lead}row, {_nth('col', n)})" for n in range(parts)]
@@ -298,7 +301,8 @@ def _sent(parts: int, several: bool, told: str, lead: str, into: str, plain: boo
 
 
 def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:
-    """The same of what is known of a tile's rows: two PARTs join, and are written."""
+    """For each part of a tile, the lines that fold it into what is known of its rows, which is written after every two
+    parts."""
     lines, asked = list[list[str]](), f"{'chosen, ' * bool(folds.chosen)}end{told}"
     for n in range(parts):
         lines.append([f"known = fold({'known' if n % 2 else 'nothing'}, row, col, last, {n}, {asked})"])
@@ -312,7 +316,7 @@ def _nth(first: str, n: int) -> str:
 
 
 def _read(y: Term, name: str) -> str:
-    """The expression that reads what the epilogue wants besides, of the part that leaves."""
+    """The expression that reads another operand of the epilogue, for the part of a tile that is being stored."""
     row, col = "ROWS * row", "PART * (col + n)"
     if y.operation == "spread":
         return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, divmod({col}, each)[0]), cols=0)"

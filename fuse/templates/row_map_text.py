@@ -32,12 +32,12 @@ def dropout(x, dropped, per_kept, seed, {place}):
 
 
 def resident(registers: int) -> int:
-    """How many warps of so many registers a lane a multiprocessor has room for, a quarter of them in each of its parts."""
+    """How many warps with so many registers a lane fit a multiprocessor, a quarter of them in each of its four parts."""
     return 4 * (REGISTERS // 4 // registers)
 
 
 def is_softmax_sum(x: Term) -> bool:
-    """Is it sum(exp(s - max(s)))?"""
+    """Is the term sum(exp(s - max(s)))?"""
     if x.operation != "sum" or x.of[0].operation != "exp" or x.of[0].of[0].operation != "sub":
         return False
     scores, greatest = x.of[0].of[0].of
@@ -45,7 +45,9 @@ def is_softmax_sum(x: Term) -> bool:
 
 
 class Writing:
-    """The text of a row map, as it is written. columns: of a warp, at a time. most_warps: of a block. says: how rows lie."""
+    """A row map as text. Each form is a subclass. columns: of a warp's tile. most_warps: of a block. says: how rows lie, in
+    words. unordered: are columns read in an order of their own? draw: the op that draws for dropout, and the coordinates that
+    it is given."""
 
     columns, most_warps, says, unordered = 128, 16, "", False
     draw = "bernoulli", "row, col"  # by what op, and at what place
@@ -64,7 +66,7 @@ class Writing:
         self.write()
 
     def drop(self, drops: list[Term], inside: list[Term]) -> None:
-        """Draws: what a kernel is told of each probability, in its place, and the function that draws."""
+        """Prepare dropout: the kernel's parameters for each probability, and the function that draws."""
         taken = set(self.parameters.values())
         for p in dict.fromkeys(x.of[1] for x in drops):
             told = unused("dropped", taken), unused("per_kept", taken)
@@ -80,11 +82,11 @@ class Writing:
         self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
     def write(self) -> None:
-        """All of it."""
+        """Write the whole text."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """What tiles of sixteen rows share."""
+        """Write what the forms with tiles of sixteen rows have in common."""
         kernel, text, parameters = self.kernel, self.text, self.parameters
         self.writer.names |= dict.fromkeys(self.lengths, "width")
         text.globals += [f"WARPS = {kernel.warps}", f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
@@ -99,31 +101,31 @@ class Writing:
         text.arguments = [*((array(name) if x.ndim else name, name) for x, name in every), *self.told]
 
     def width(self, needed: bool) -> None:
-        """The line that says how many columns there are, if somebody asks."""
+        """Write the line that reads how many columns there are, if something asks for it."""
         if needed or self.lengths or any(map(self.kernel.filled, self.reductions)):
             wide = next(x for x in self.kernel.leaves if along(x))
             self.text.kernel.append(f"width = {array(self.parameters[wide])}.shape[{wide.ndim - 1}]")
 
     def levels(self) -> list[list[Term]]:
-        """The reductions, level by level."""
+        """The reductions, in groups that can be computed at the same time."""
         levels = self.kernel.levels
         return [[x for x in self.reductions if levels[x] == n] for n in range(1, 1 + max(levels[x] for x in self.kernel.roots))]
 
     def named(self, x: Term) -> str:
-        """The name of a reduction, from now on."""
+        """Give a reduction a name, and return it."""
         taken = {*self.writer.names.values(), *self.parameters.values()}
         self.writer.names[x] = unused(self.writer.suggested(x), taken)
         return self.writer.names[x]
 
     def folded(self, x: Term, fold: str = "row") -> str:
-        """What a warp's tile contributes to a reduction."""
+        """The expression of what a warp's tile contributes to a reduction."""
         written = self.writer.expression(x.of[0])
         if self.kernel.filled(x):
             written = f"right_fill({written}, width - col, {NOTHING[x.operation][1]})"
         return f"{fold}_{x.operation}({written})"
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
-        """The lines that reduce what is in registers."""
+        """The lines that compute reductions of what is in registers."""
         lines = self.writer.assignments([x.of[0] for x in wanted], self.parameters.values(), self.kernel.roots)
         for x in wanted:
             folded = self.folded(x, fold)
@@ -138,12 +140,14 @@ class Writing:
         return lines
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """The lines that write a root; at: where its tile begins, if it is no number a row. store: by what a tile is."""
+        """The lines that write a root. at: the coordinates of its tile, if it is not one number for each row. store: the op
+        that writes a tile."""
         into = array(self.parameters[x])
         return [f"{store}({into}, {written}, ({at}))" if is_tile(x) else f"store({into}, {written}, (row, 0), cols=0)"]
 
     def rounded(self, x: Term, store: str) -> str:
-        """A root as it is stored, which rounds by itself; but `store` takes 16 bytes at once only of what is fp8 before."""
+        """The expression of a root as it is stored. Storing rounds by itself, but `store` writes 16 bytes at once only if what
+        it is given is fp8 already."""
         if x.operation not in CASTS or x in self.writer.names:
             return self.writer.expression(x)
         inner = self.writer.expression(x.of[0])
@@ -166,7 +170,7 @@ class Writing:
 
 
 class Held(Writing):
-    """Sixteen rows in the registers of a block."""
+    """Sixteen rows for each block, which stay in registers."""
 
     says = "stay in registers, sixteen of a block"
 
@@ -182,7 +186,8 @@ class Held(Writing):
 
 
 class Looped(Writing):
-    """Sixteen rows of a block, read again and again. place: the line that says which columns a warp's are."""
+    """Sixteen rows for each block, read again for each level of reductions. place: the line that computes which columns a warp
+    has."""
 
     most_warps, says = 8, "are read {} times, once from memory and then from L2"
     place = PLACE
@@ -208,11 +213,11 @@ class Looped(Writing):
 
     @property
     def first(self) -> str:
-        """The expression of where a warp's columns begin."""
+        """The expression of the warp's first column."""
         return "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
-        """These reductions, of one level."""
+        """Write the loop that computes these reductions, all of one level."""
         if not wanted:
             return
         inner = [x.of[0] for x in wanted]
@@ -224,7 +229,8 @@ class Looped(Writing):
         self.end(wanted)
 
     def added(self, wanted: list[Term], folds: list[str]) -> list[str]:
-        """The lines of a loop that add to reductions, which begin with nothing before it."""
+        """The lines in a loop that add to these reductions. The lines that begin them with nothing are written ahead of the
+        loop."""
         lines = []
         for x, folded in zip(wanted, folds):
             name = self.named(x)
@@ -233,19 +239,19 @@ class Looped(Writing):
         return lines
 
     def end(self, wanted: list[Term]) -> None:
-        """The lines behind a loop that bring together what the block's warps found."""
+        """Write the lines behind a loop that join what the warps of a block have found."""
         for x in wanted:
             name = self.writer.names[x]
             self.text.kernel.append(f"{name} = {self.together(x.operation, name)}")
 
     def together(self, kind: str, x: str) -> str:
-        """The expression of what a row's warps found, each a part."""
+        """The expression that joins what the warps of a block have found."""
         return f"block.reduce_{kind}({x}, scratch)"
 
     def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
-        """The maximum of each row and the sum of exp(x - maximum), in one pass: what was summed is rescaled where a tile has a
-        higher one. A maximum begins where numbers end, for it is taken from itself, which -inf cannot be. rest: other
-        reductions that are known with these."""
+        """Write the loop that computes the maximum of each row and the sum of exp(x - maximum) in one pass: the sum so far is
+        rescaled when a tile has a higher maximum. The maximum begins with the least finite number, because it is subtracted
+        from itself, which gives NaN for -inf. rest: other reductions that are computed in the same loop."""
         most, added = self.named(greatest), self.named(total)
         taken = {*self.writer.names.values(), *self.parameters.values()}
         higher, own = unused("higher", taken), unused("own", taken)
@@ -264,29 +270,30 @@ class Looped(Writing):
         self.end(rest)
 
     def nothing(self, kind: str) -> str:
-        """What a reduction begins with: of nothing, or LEAST."""
+        """What a reduction begins with: its value for no elements, or for LEAST that number."""
         return f"full(TILE.col_vec, {LEAST})" if kind == LEAST else f"{NOTHING[kind][0]}(TILE.col_vec)"
 
     def loop(self, body: list[str]) -> None:
-        """These lines, for each of the warp's tiles along the columns."""
+        """Write these lines in a loop over the warp's tiles along the columns."""
         self.text.kernel += ["for col in range(first, width, TILE.cols * WARPS):", *(f"    {line}" for line in body)]
 
     def loads(self, roots: Sequence[Term]) -> list[str]:
-        """What must be read for these, of what has columns."""
+        """The lines that read what these terms need and what has columns."""
         needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
         place = [self.place] * any(x.operation == "is_column" for x in needed)
         return place + [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
 
 
 class Folded(Writing):
-    """A row is a tile, one of a block at a time, and the next one comes meanwhile. part: columns of a line; a warp has 16 lines
-    of a row, which lie one behind the other."""
+    """A row is a tile: a block works on one row at a time, and the next one is loaded meanwhile. part: the columns of a line;
+    a warp has 16 lines of a row, one behind the other in memory."""
 
     draw, part = ("bernoulli_of_row", "row, col, step"), 64
     columns, says = FOLD * part, "are tiles of lines; one is worked on while the next one comes"
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """See Writing. Of one number a row: into 16 bits the first of a vector goes, of which the row has no more."""
+        """See Writing. A result with one number for each row and 16 bits is stored as a vector of which the first element
+        counts."""
         into = array(self.parameters[x])
         if is_tile(x):
             return super().store(x, written, at, store)
@@ -296,7 +303,8 @@ class Folded(Writing):
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]
-        """May columns come as they are read? A row's end is cut off by lines, so nobody asks for their numbers."""
+        """May columns be read in an order of their own? A row's end is cut off by whole lines, so no column's number is
+        needed."""
         return self.kernel.alike
 
     def write(self) -> None:
@@ -337,22 +345,23 @@ class Folded(Writing):
         text.arguments = [*shaped, *self.counted, *columns, *given, *self.told]
 
     def folded(self, x: Term, fold: str = "tile") -> str:
-        """See Writing. What lies beyond a row's end are lines."""
+        """See Writing. Beyond a row's end there are whole lines to cut off."""
         written = self.writer.expression(x.of[0])
         if self.kernel.filled(x):
             written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
         return f"{fold}_{x.operation}({written})"
 
     def memory(self) -> dict[str, str]:
-        """What lies in shared memory, by names."""
+        """{name: type} of what lies in shared memory."""
         return {"scratch": f"sv({-(-4 * self.kernel.warps // 16) * 16}, fp32)"} if self.reductions else {}
 
     def cut(self, x: str) -> str:
-        """How many lines a row of an array has, and columns of each; those of a block's tiles, where nothing may be beyond."""
+        """The expression (lines of a row, columns of a line) for an array; those of a block's tiles if no row may be
+        shorter."""
         return "(WARPS * PART.rows, PART.cols)" if self.kernel.whole else f"({x}.shape[1] // {self.part}, {self.part})"
 
     def lead(self, x: Term) -> str:
-        """What an array's rows are called that is cut."""
+        """The first part of the shape of an array whose rows are cut into lines."""
         return "rows, " * is_tile(x)
 
     def loaded(self, x: Term, at: str) -> str:
@@ -360,20 +369,20 @@ class Folded(Writing):
         return f"{'load_unordered' if self.unordered else 'load'}({array(self.parameters[x])}, PART, ({at}))"
 
     def widened(self, written: str) -> str:
-        """What was read, as it is computed with."""
+        """The expression of what was read in the dtype that is computed with."""
         return written if self.kernel.dtype == "fp32" else f"fp32({written})"
 
     first = "following"  # what a block's number is called
     counted: Sequence[tuple[str, str]] = (("rows", "rows"),)  # the kernel's parameter that ends it
 
     def extents(self) -> list[str]:
-        """The global that says how many warps there are, and blocks; and the launch's bounds."""
+        """The line that defines WARPS and BLOCKS; also sets the launch's bounds."""
         blocks = resident(self.kernel.registers(type(self))) // self.kernel.warps
         self.text.bounds = "32 * WARPS, BLOCKS"
         return [f"WARPS, BLOCKS = {self.kernel.warps}, {blocks}  # of a block, of a multiprocessor"]
 
     def rows(self, tiles: list[Term], body: list[str]) -> None:
-        """The loop over a block's rows, and the launch of so many blocks."""
+        """Write the loop over a block's rows, and how many blocks are launched."""
         name, text = self.parameters, self.text
         x = name[tiles[0]]
         text.kernel += [f"next_{name[t]} = {self.loaded(t, 'following, line, 0')}" for t in tiles]
@@ -386,14 +395,14 @@ class Folded(Writing):
 
 
 class Slim(Folded):
-    """The same with half as many columns a warp, where fewer warps are idle so."""
+    """Folded rows with half as many columns for each warp, for widths at which this leaves fewer warps idle."""
 
     part = 32
     columns = FOLD * part
 
 
 class Alone(Folded):
-    """A row is a tile, and a block's only one: many small blocks hide from each other what a row waits for."""
+    """A row is a tile, and a block has no other: while one of the many small blocks waits, others work."""
 
     part = 32
     columns, says = FOLD * part, "are tiles of lines, a block's only one each"
