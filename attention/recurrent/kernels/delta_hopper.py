@@ -49,8 +49,8 @@ LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to l
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: key dim as padded, consumers of 64 value columns each. gated: there are decays. varlen: several
-    sequences lie one behind the other in one batch."""
+    """A kernel's configuration. key_dim: the channels of keys, padded. consumers: each has 64 value columns. gated: are there
+    decays? varlen: do the sequences follow one another in a single batch?"""
 
     key_dim: int
     consumers: int
@@ -75,7 +75,7 @@ class Config:
 
     @property
     def values(self):
-        """All consumers' tile of a chunk of V."""
+        """The tile of V for a chunk, of all consumers."""
         return st(CHUNK, COLUMNS * self.consumers, self.dtype)
 
     @property
@@ -94,7 +94,7 @@ SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consum
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     if arch == "sm_90a":
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
@@ -103,66 +103,69 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 @static
 class NoDecay:
-    """Nothing decays, and no chunk is strong. Vectors of sums and factors are neither made nor read."""
+    """The gates of a call without decays: no chunk is strong, and the vectors of sums and factors are neither written nor
+    read. `Decay` says what a kernel does with gates."""
 
     dtype: dtype
 
     @inlined
     def load(self, gGates, span, at):
-        """The gates of a chunk whose first is at `at`, while they are on their way."""
+        """Begin to load the gates of the chunk whose first token is at `at`, and return them."""
         return 0.0
 
     @inlined
     def sum_up(self, b, since, factor, j, g):
-        """One warp, of the j-th chunk, whose gates g are: hand on their running sums, in powers of 2, what tokens have decayed
-        by since the chunk began, and the factor of what they add."""
+        """Done by one warp, for the j-th chunk with the gates g: write their running sums, in powers of 2, to `b`; exp2 of the
+        sums to `since`; and to `factor` what scales the values, or in a strong chunk what the chunk adds to the state."""
 
     @inlined
     def wait(self, vectors, j):
-        """A chunk's vector of sums or factors."""
+        """The vector of the j-th chunk in a ring of sums or factors."""
         return 0
 
     @inlined
     def release(self, vectors, j):
-        """A chunk's vector may be overwritten."""
+        """Say that the vector of the j-th chunk has been read."""
 
     @inlined
     def is_strong(self, since):
-        """Does the chunk decay by more than numbers can hold?"""
+        """Is the chunk strong: does it decay by more than numbers can hold?"""
         return False
 
     @inlined
     def scores(self, s, since, b):
-        """s, its element (i, j) decayed from token j to i if the chunk is strong; what is above the diagonal does not count."""
+        """The scores s of a chunk's tokens with each other. In a strong chunk element (i, j) is multiplied by the decay from
+        token j to token i. Elements above the diagonal do not matter."""
         return s
 
     @inlined
     def begin(self, values, u, o, since, factor, strong):
-        """(what T multiplies, what the queries have of the state), given values, S^T K^T and S^T Q^T."""
+        """(what is multiplied by T, the outputs' part that comes from the state). values: V^T. u: S^T K^T. o: S^T Q^T."""
         return values - u, o
 
     @inlined
     def decayed(self, s_t, since, when):
-        """The state after the chunk, `when`: a strong chunk's before the chunk adds to it, another's afterwards."""
+        """The transposed state, decayed by the whole chunk if `when`: a strong chunk's before the chunk is added to it,
+        another's afterwards."""
         return s_t
 
     @inlined
     def remaining(self, u, factor, strong):
-        """Of what a strong chunk adds to the state, what remains at its end."""
+        """U^T as it is added to the state: in a strong chunk, what remains of it at the chunk's end."""
         return u
 
     @inlined
     def end(self, o, since, strong):
-        """The outputs."""
+        """The outputs, decayed since the chunk began where that has not been done."""
         return o
 
 
 class Decay(NoDecay):
-    """One gate a token and head."""
+    """Gates that are one number for each token and head."""
 
     @property
     def least(self):
-        """What a chunk that is not strong decays by, at least."""
+        """The decay of a whole chunk below which it is strong."""
         return 2.0 ** LEAST[self.dtype]
 
     @inlined
@@ -231,8 +234,8 @@ class Decay(NoDecay):
 
 @static
 class Solver:
-    """What a warpgroup does that makes T of each chunk: keys come, and so do the strengths beta of tokens and their decays.
-    readers: the warpgroups that read keys, which clear together what is another sequence's."""
+    """The work of the warpgroup that computes T for each chunk, from its keys, the strengths beta of its tokens and their
+    decays. readers: how many warpgroups read the keys; together they clear rows that are another sequence's."""
 
     sequences: Sequences
     decay: NoDecay
@@ -240,7 +243,7 @@ class Solver:
 
     @inlined
     def solve(self, j, left, rings, triangles):
-        """T of chunk j, of which `left` tokens are the sequence's."""
+        """Compute T of chunk j and put it into its ring. left: how many tokens of the sequence are left."""
         k, t, beta, b, since = rings
         high, low = triangles
         keys = k.wait(j)
@@ -287,8 +290,8 @@ def make(config: Config):
         gGates: array(3), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """O and the state after each sequence, of which each of the `segments` has blocks of its own, and begins with a state
-        of gStart. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        """The outputs of a segment, and the state after it. Each of the `segments` of a sequence has thread blocks of its own,
+        and begins with a state of gStart. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
         q, k, v, t, p, beta, b, since, factor, high, low, out = smem.open()
         me = warpgroup.id()
         block, segment, value_head, sequence = assigned(cuda.blockIdx.x, blocks, segments, heads * group)
