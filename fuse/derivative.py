@@ -11,7 +11,8 @@ computes it once more from the arguments, so nothing but them is kept between th
 numbers are multiplied here: what is added twice is twice that, and what cancels is gone.
 
 Of a maximum nothing may come back where it only shifts what an exp is of, as in softmax: its gradient is then zero whatever
-the numbers are, which identity testing finds (proof.py). So softmax and the logarithm of a sum of exponentials need no rule."""
+the numbers are, which identity testing finds (identity.py). So softmax needs no rule, nor does the logarithm of a sum of
+exponentials."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from . import terms
 from .axes import same
 from .functions import CASTS
 from .graph import along, walk
+from .identity import identity
 from .language import where
 from .rules import factors, product
 from .terms import Term
@@ -297,14 +299,12 @@ def _turned(g: Term) -> Term:
 
 
 def _is_zero(x: Term) -> bool:
-    """Is the term 0 for all inputs? Identity testing finds it out (proof.py). The answer does not depend on lengths, so it is
-    kept for equal terms of other lengths."""
+    """Is the term 0 for all inputs? Identity testing finds it out (identity.py). The answer does not depend on lengths, so it
+    is kept for equal terms of other lengths."""
     order = {y: n for n, y in enumerate(walk(x))}
     what = [y.what if y.operation in ("number", "half", "total") else y.operation == "input" and y.what[0] for y in order]
     key = tuple([(y.operation, *map(order.get, y.of), its, *map(bool, y.names)) for y, its in zip(order, what)])
     if key not in ZEROS:
-        from .proof import identity
-
         try:
             ZEROS[key] = identity([x], [x * 2.0]).equal
         except ValueError:  # something has no inverse

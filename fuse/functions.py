@@ -2,7 +2,7 @@
 
     "silu": Map(1, numpy=..., torch=..., written="silu({})")
 
-In a proof a map is opaque unless `field` says what it is in a field of numbers (proof.py)."""
+In a proof a map is opaque unless `field` says what it is in a field of numbers (identity.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASTS = {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8e4m3": fp8e4m3}  # maps t
 class Map(NamedTuple):
     """A function of elements. arity: how many arguments it takes. numpy: its meaning. torch: the name of torch's function.
     written: how a kernel writes it, with a gap for each argument. field: the name of the operation that it is in a field of
-    numbers (proof.py), "" if it is none."""
+    numbers (identity.py), "" if it is none."""
 
     arity: int
     numpy: Callable
