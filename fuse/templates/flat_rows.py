@@ -7,7 +7,8 @@ from __future__ import annotations
 from ..graph import along, is_tile
 from ..module import array, one_number
 from ..terms import Term
-from .row_map_text import FOLD, FOLLOW, Folded
+from .folded_rows import FOLD, Folded
+from .row_map_text import FOLLOW
 
 
 class Flat(Folded):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from ..graph import along
 from ..module import array
 from ..terms import Term
-from .row_map_text import FOLD, Folded
+from .folded_rows import FOLD, Folded
 
 
 class Gathered(Folded):

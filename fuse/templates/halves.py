@@ -24,8 +24,9 @@ from ..graph import along, between
 from ..module import Text, array, unused
 from ..terms import Term
 from ..writing import Writer
+from .folded_rows import resident
 from .row_map import SIXTEEN
-from .row_map_text import FOLLOW, resident
+from .row_map_text import FOLLOW
 
 if TYPE_CHECKING:
     from typing_extensions import Self

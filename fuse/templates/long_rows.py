@@ -10,7 +10,8 @@ from __future__ import annotations
 from ..graph import along, between, is_index, is_tile
 from ..module import array, one_number
 from ..terms import Term, viewed
-from .row_map_text import FOLLOW, LEAST, NOTHING, Looped
+from .row_map_text import FOLLOW, NOTHING
+from .sixteen_rows import LEAST, Looped
 
 
 class Long(Looped):

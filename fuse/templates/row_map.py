@@ -2,20 +2,21 @@
 
     row by row:   y = f(x[row, :], ..., g[:], ...), with sums and maxima along the row wherever f has them
 
-Maps alone are taken piece by piece. Else one of five forms serves, by the rows' width (row_map_text.py and its neighbours write
-them):
+Maps alone are computed piece by piece (flat_rows.py). Otherwise the rows' width decides which form serves:
 
-- short: sixteen rows of a warp, each as wide as the tile;
-- folded: a row is cut into lines, sixteen of them a warp's tile. A lane reads 16 bytes at a time, and keeps them where they
-  are, for what is beyond a row's end are lines; one row is worked on while the next one comes, and vectors along the columns
-  stay in registers. Where several tiles of 16 bits are written, each row is a block's only one;
-- held: rows that are no whole lines; a block has sixteen, its warps side by side along the columns, and all stays in registers;
-- long: rows that are too long for registers, a block's one each, read once for each level of reductions and once more for the
-  result (long_rows.py);
-- looped: the same of sixteen rows, where they are no whole lines.
+- short (short_rows.py): a warp has sixteen rows, each as wide as its tile;
+- folded (folded_rows.py): a row is cut into lines, sixteen of which are a warp's tile. A lane reads 16 bytes at a time, and
+  keeps them in the order in which they came, because what lies beyond a row's end is whole lines. One row is worked on while
+  the next one comes, and vectors along the columns stay in registers. If several tiles of 16 bits are written, each row is a
+  block's only one;
+- held (sixteen_rows.py): for rows that are not whole lines. A block has sixteen, its warps share their columns, and everything
+  stays in registers;
+- long (long_rows.py): for rows that are too long for registers. A block has one, which is read once for each level of
+  reductions and once more for the result;
+- looped (sixteen_rows.py): the same with sixteen rows, for rows that are not whole lines.
 
-Where sums over rows are asked for, too, as of gradients, folded rows are what serves: a block adds up its own rows' as they go
-by (gathered), and column_sums.py adds up what the blocks found."""
+If sums over rows are asked for as well, as gradients need them, folded rows serve (gathered_rows.py): a block adds up its own
+rows as they go by, and column_sums.py adds up what the blocks found."""
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
 from .flat_rows import Flat
+from .folded_rows import FOLD, Alone, Folded, Slim, resident
 from .gathered_rows import Gathered
 from .long_rows import Long
-from .row_map_text import FOLD, Alone, Folded, Held, Looped, Slim, Writing, resident
+from .row_map_text import Writing
 from .short_rows import Short
+from .sixteen_rows import Held, Looped
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
