@@ -9,7 +9,8 @@ from ..graph import along, is_tile
 from ..module import array, one_number, unused
 from ..terms import PARTS, Term
 from ..writing import Writer
-from .product import Product, known_length
+from .found import known_length
+from .product import Product
 
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
@@ -40,6 +41,16 @@ def extent(y: Term, name: str, axis: int) -> str:
 def lead(y: Term) -> str:
     """The first part of an index into an array with a batch."""
     return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
+
+
+class Named(NamedTuple):
+    """An array that a kernel reads. name: what its elements are called. array: the kernel's parameter. loaded: the expression
+    that reads them. lead: the first part of an index into it."""
+
+    name: str
+    array: str
+    loaded: str = ""
+    lead: str = ""
 
 
 class Part(NamedTuple):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..axes import PART
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term
-from .product import Product, Weight
+from .found import Weight
+from .product import Product
 from .product_text import Folds, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:
