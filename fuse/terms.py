@@ -3,13 +3,21 @@
     x * rsqrt(mean(x * x) + 1e-5)      on Terms is a Term: x * rsqrt(sum(x * x) / 4096 + 1e-05)
 
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
-are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
-(functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; pick, is_column, matmul_by and among, by an index; weighted, of experts,
-and spread; total, the sum over other axes than the last, of which gradients are made (derivative.py), and gathered, sums of
-some rows each; what is known of the parts of rows, PARTS, and attended, of the parts of keys; stacked, heads, split, flat and
-rows, views, and merged, which undoes a split. mean, softmax and others are made of these (language.py). The last two axes are
-rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+are few operations, so that rules and templates are few; mean, softmax and others are made of these (language.py).
+
+    input, number, length              arguments, constants, how many columns there are
+    maps                               of elements; they broadcast (functions.MAPS)
+    sum, max                           along the last axis, which stays with length 1
+    matmul, transpose, concat, half    concat and half along the last axis
+    causal, dropout                    of scores; of anything
+    pick, is_column, matmul_by, among  by an index
+    weighted, spread                   weights of experts
+    total, gathered                    sums over rows, which gradients need (derivative.py)
+    PARTS, attended                    what is known of the parts of a row, or of the parts of keys
+    split, heads, stacked, flat, rows  views
+    merged                             undoes a split
+
+The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are (axes.py), and the axes of a call's arrays follow (graph.py).
@@ -32,13 +40,18 @@ PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see of_parts
 
 
 class Term:
-    """An operation on terms: see the module. Make one by `term` or by operators.
+    """An operation on terms: see the module. The functions below and operators make them.
 
-    operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "pick", "is_column", "matmul_by", "among", "weighted", "spread", "total", "gathered", "attended", one of PARTS,
-    "stacked", "heads", "split", "merged", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a
-    number's value, the axis and value of a length or of is_column, which half, how many heads, the axes of a total, how many
-    sums are gathered, or parts are attended to. extents: one for each axis. names: their Axis, None for 1."""
+    operation: a name in the module's table. of: the terms that it is of. extents: one for each axis. names: the Axis of each,
+    None for an axis of length 1. what: what else tells it from other terms,
+
+        input                 its name and its dtype
+        number                its value
+        length, is_column     an axis and its extent
+        half                  0 for the first, 1 for the second
+        split, merged         how many heads
+        total                 the axes that are summed over
+        gathered, attended    how many sums are gathered, how many parts are attended to"""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
