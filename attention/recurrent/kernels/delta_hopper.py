@@ -30,12 +30,14 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import cumsum, divmod, exp2, last_element, load, store, subtile, tile_min, transpose, truncate, warpgroup, zeros
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
+from ops import divmod, load, store, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE
+from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .gates import DOWN, LOG2_E, floored
+from .delta_decay import Decay, NoDecay
+from .delta_solver import Solver
+from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
 
@@ -44,7 +46,6 @@ STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer
 AHEAD = 2  # chunks that the solver and the weigher may be ahead
 VECTORS = 8  # chunks whose gates are kept: two for each warp that sums up
-LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,6 @@ class Config:
         return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kind}"
 
 
-SCORES = rt(16, CHUNK, fp32)
-ROWS, ALONG = SCORES.col_vec, SCORES.row_vec
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
 
 
@@ -99,165 +98,6 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
                 yield from (Config(*size, of, gated, varlen) for gated in (False, True))
-
-
-@static
-class NoDecay:
-    """The gates of a call without decays: no chunk is strong, and the vectors of sums and factors are neither written nor
-    read. `Decay` says what a kernel does with gates."""
-
-    dtype: dtype
-
-    @inlined
-    def load(self, gGates, span, at):
-        """Begin to load the gates of the chunk whose first token is at `at`, and return them."""
-        return 0.0
-
-    @inlined
-    def sum_up(self, b, since, factor, j, g):
-        """Done by one warp, for the j-th chunk with the gates g: write their running sums, in powers of 2, to `b`; exp2 of the
-        sums to `since`; and to `factor` what scales the values, or in a strong chunk what the chunk adds to the state."""
-
-    @inlined
-    def wait(self, vectors, j):
-        """The vector of the j-th chunk in a ring of sums or factors."""
-        return 0
-
-    @inlined
-    def release(self, vectors, j):
-        """Say that the vector of the j-th chunk has been read."""
-
-    @inlined
-    def is_strong(self, since):
-        """Is the chunk strong: does it decay by more than numbers can hold?"""
-        return False
-
-    @inlined
-    def scores(self, s, since, b):
-        """The scores s of a chunk's tokens with each other. In a strong chunk element (i, j) is multiplied by the decay from
-        token j to token i. Elements above the diagonal do not matter."""
-        return s
-
-    @inlined
-    def begin(self, values, u, o, since, factor, strong):
-        """(what is multiplied by T, the outputs' part that comes from the state). values: V^T. u: S^T K^T. o: S^T Q^T."""
-        return values - u, o
-
-    @inlined
-    def decayed(self, s_t, since, when):
-        """The transposed state, decayed by the whole chunk if `when`: a strong chunk's before the chunk is added to it,
-        another's afterwards."""
-        return s_t
-
-    @inlined
-    def remaining(self, u, factor, strong):
-        """U^T as it is added to the state: in a strong chunk, what remains of it at the chunk's end."""
-        return u
-
-    @inlined
-    def end(self, o, since, strong):
-        """The outputs, decayed since the chunk began where that has not been done."""
-        return o
-
-
-class Decay(NoDecay):
-    """Gates that are one number for each token and head."""
-
-    @property
-    def least(self):
-        """The decay of a whole chunk below which it is strong."""
-        return 2.0 ** LEAST[self.dtype]
-
-    @inlined
-    def load(self, gGates, span, at):
-        return load(truncate(gGates, 1, span.end), DOWN, at, cols=1)
-
-    @inlined
-    def sum_up(self, b, since, factor, j, g):
-        sums = cumsum(floored(transpose(g)) * LOG2_E)
-        total = tile_min(sums)
-        store(b.claim(j), sums)
-        b.publish(j)
-        store(since.claim(j), exp2(sums))
-        since.publish(j)
-        store(factor.claim(j), exp2((total if exp2(total) < self.least else 0.0) - sums))
-        factor.publish(j)
-
-    @inlined
-    def wait(self, vectors, j):
-        return vectors.wait(j)
-
-    @inlined
-    def release(self, vectors, j):
-        vectors.release(j)
-
-    @inlined
-    def is_strong(self, since):
-        return last_element(since) < self.least
-
-    @inlined
-    def scores(self, s, since, b):
-        if self.is_strong(since):
-            return s * exp2(zeros(SCORES) + warpgroup.load(b, ROWS) - load(b, ALONG))
-        else:
-            return s
-
-    @inlined
-    def begin(self, values, u, o, since, factor, strong):
-        if strong:
-            before = load(since, ALONG)
-            return values - u * before, o * before
-        else:
-            return values * load(factor, ALONG) - u, o
-
-    @inlined
-    def decayed(self, s_t, since, when):
-        if when:
-            return s_t * last_element(since)
-        else:
-            return s_t
-
-    @inlined
-    def remaining(self, u, factor, strong):
-        if strong:
-            return u * load(factor, ALONG)
-        else:
-            return u
-
-    @inlined
-    def end(self, o, since, strong):
-        if strong:
-            return o
-        else:
-            return o * load(since, ALONG)
-
-
-@static
-class Solver:
-    """The work of the warpgroup that computes T for each chunk, from its keys, the strengths beta of its tokens and their
-    decays. readers: how many warpgroups read the keys; together they clear rows that are another sequence's."""
-
-    sequences: Sequences
-    decay: NoDecay
-    readers: int
-
-    @inlined
-    def solve(self, j, left, rings, triangles):
-        """Compute T of chunk j and put it into its ring. left: how many tokens of the sequence are left."""
-        k, t, beta, b, since = rings
-        high, low = triangles
-        keys = k.wait(j)
-        self.sequences.clear(keys, left, self.readers)
-        s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
-        k.release(j)
-        strength = warpgroup.load(beta.wait(j), ROWS)
-        a = self.decay.scores(s, self.decay.wait(since, j), self.decay.wait(b, j)) * strength
-        self.decay.release(since, j)
-        self.decay.release(b, j)
-        x = inverse_transposed(a, high, low)
-        warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
-        t.publish(j)
-        beta.release(j)
 
 
 @functools.cache

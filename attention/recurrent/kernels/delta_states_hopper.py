@@ -29,7 +29,9 @@ from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
 from . import delta_hopper
-from .delta_hopper import ROWS, VECTORS, Decay, NoDecay, Solver
+from .delta_decay import ROWS, Decay, NoDecay
+from .delta_hopper import VECTORS
+from .delta_solver import Solver
 from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, Span, assigned
 
