@@ -157,7 +157,8 @@ def forward(
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
     simple = of_keys and of_scores and not keys_fp8 and not dropout and isinstance(aux, tuple) and not aux
-    if simple and stream is lse is None and accumulate is False:  # what most calls are: each line costs them
+    # Most calls are simple. They end here, and each line up to here costs them.
+    if simple and stream is lse is None and accumulate is False:
         if not differentiated(q, k, v):
             if out is None or getattr(out, "itemsize", 0) == ROUNDED:
                 try:
@@ -170,6 +171,7 @@ def forward(
             made = autograd().plain(q, k, v, few, common[1])
             if made is not None:
                 return made
+    # Calls of which torch wants a gradient.
     read = several(tuple(aux) if isinstance(aux, list) else aux)
     learned = q, k, v, bias, alibi, sink, *read, *several(q_norm), *several(k_norm)
     if keys_fp8 and differentiated(*learned):
@@ -188,6 +190,7 @@ def forward(
         made = autograd().differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
+    # All other calls: the program that serves one, and its arrays and options in the order of the program.
     unrounded = out is not None and getattr(out, "itemsize", 0) != ROUNDED and "float32" in str(getattr(out, "dtype", ""))
     joins = accumulate is not False and flag("accumulate", accumulate)
     if joins and (keys_fp8 or out is None or lse is None):
