@@ -76,6 +76,17 @@ class Config(BaseConfig):
         """The object that says where weights lie."""
         return (InShared if self.stored else InRegisters)(self.dtype)
 
+    def lasts(self, queries: Any, keys: Any, pairs: Any, processors: int) -> Any:
+        """How long the busiest multiprocessor works, in keys that rows of queries see: the time of a tile times the rounds of
+        tiles. If later queries see more keys, it is the longer of the last tile's time and the mean over all
+        multiprocessors."""
+        tiles, row = pairs * -(-queries // self.rows), TAKES[max(self.head_dim, self.value_dim)][self.consumers]
+        rounds, tile = -(-tiles // processors), row * self.rows
+        if self.variant.rising:
+            last, mean = tile * (keys - min(self.rows, queries) / 2), tile * (keys - queries / 2)
+            return max(BESIDES + last, rounds * BESIDES + tiles * mean / processors)
+        return rounds * (BESIDES + tile * keys)
+
     def __str__(self):
         return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
 
@@ -130,7 +141,10 @@ SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
 SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
 SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
-DEARER = {64: 1.25, 96: 1.2, 128: 1.03}  # what two consumers take for a row of queries, of what three do; 96 was not timed
+# How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1; and how long for a
+# tile besides, in keys that a row sees
+TAKES = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
+BESIDES = 16000
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
@@ -156,7 +170,7 @@ def config_for(
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
 
-def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
+def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int) -> Config:
     """The same configuration with fewer query rows in a tile, if otherwise much would be idle: rows of tiles, because
     sequences have few queries (`queries`, of packed ones the mean), or multiprocessors, while the last tiles are worked on.
     For full and causal attention only. pairs: how many sequences there are, counted by head. The bits stay the same, except
@@ -168,11 +182,13 @@ def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
         return config
     if queries <= (SHORT if config.lie is Packed else warpgroup.ROWS) and pairs >= MANY * processors:
         return replace(config, **SMALL[widest])
-    if config.consumers == 3 and config.variant is FULL and config.lie is Batched:
-        less = replace(config, consumers=2, stored=False, turns=True)
-        (now, then) = (-(-pairs * -(-queries // of.rows) // processors) * of.rows for of in (config, less))
-        return less if DEARER[widest] * then < now else config
-    return config
+    if config.lie is not Batched:
+        return config
+    choices = [config]
+    if config.consumers > 2:
+        choices.append(replace(config, consumers=2, stored=False, turns=True))
+    choices.append(replace(config, consumers=1, stored=False, turns=False, resident=2))  # there is room for one or two
+    return min(choices, key=lambda of: of.lasts(queries, keys, pairs, processors))
 
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
@@ -204,7 +220,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             long = [config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)]
-            fewer = [fitted(config, queries, MANY, 1) for config in long for queries in (1, warpgroup.ROWS + 1)]
+            loads = (1, 1), (warpgroup.ROWS + 1, 1), (512, 512)  # (queries, multiprocessors) for which one or two consumers do
+            fewer = [fitted(config, queries, 512, MANY, processors) for config in long for queries, processors in loads]
             yield from dict.fromkeys((*long, *fewer))
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))

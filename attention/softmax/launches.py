@@ -226,7 +226,7 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
         config = hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
         sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
-        return hopper.fitted(config, batch * queries / sequences, sequences * heads, gpu.processors)
+        return hopper.fitted(config, batch * queries / sequences, kv_len, sequences * heads, gpu.processors)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
     return ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
 

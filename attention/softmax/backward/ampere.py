@@ -193,15 +193,17 @@ def make(config: Config):
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: array(3),
         gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, scale: FLOAT, unit: FLOAT,
+        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
-        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
-        before the variant made something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
+        what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
+        each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
+        something of it, it was `unit` Q K^T."""
         k, v, q, do, ds = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
-        number, batch, kv_head = sequences.find_keys(number, pair, heads, KV, given)
+        number, batch, share = sequences.find_keys(number, pair, heads, KV, given)
+        subgroup, span = divmod(share, spans)
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_number()
         if not sequences.has_keys(key, batch, given):
             return
@@ -211,18 +213,19 @@ def make(config: Config):
             end, end_k = own.query + own.queries, sequences.last_key(batch, given)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
-        at = At(batch, group * kv_head, int32(0), int32(own.keys - own.queries), own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at, group)
+        at = At(batch, group * subgroup, int32(0), int32(own.keys - own.queries), own.queries, own.keys, given, aux, 0)
+        every = tiling.span(tiling.tiles(key, at, group), span, spans)
         first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
         tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
+        kv_head, _ = divmod(share, shares)
         k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
         v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        q.fill(0, gQ, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
-        do.fill(0, gDO, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
+        q.fill(0, gQ, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
+        do.fill(0, gDO, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
         keys, values = subtile(every_key, OWN, mine), subtile(v.wait(0, 2), OWN, mine)
         sums, learnt = zeros(DK) if APART else (zeros(DK), zeros(DV)), learns.begin(SCORES)
-        head, i = int32(group * kv_head), int32(0)
+        head, i = int32(group * subgroup), int32(0)
         for j in range(tiles):
             nth = order.nth(every.n, i)
             tile = tiling.tile(every, nth, key, at, group)
@@ -236,7 +239,7 @@ def make(config: Config):
             later = own.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
-            of = int32(group * heads * own.batch + head)
+            of = int32(group * divmod(heads, spans)[0] * own.batch + head)
             behind = order.behind(tiling, number, tile, at, group)
             order.take(given, of, to, 0, behind)
             if APART:
@@ -255,11 +258,11 @@ def make(config: Config):
             head, i = int32(head + 1) if last else head, int32(0) if last else int32(i + 1)
         row = own.key + own_key
         if not APART:
-            result.store(gDK, sums[0] * unit, (own.batch, row, kv_head, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], at), (own.batch, row, kv_head, 0), PIECE)
+            result.store(gDK, sums[0] * unit, (own.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], at), (own.batch, row, share, 0), PIECE)
         elif warp >= OWNERS:
-            result.store(gDK, sums * unit, (own.batch, row, kv_head, 0), PIECE)
+            result.store(gDK, sums * unit, (own.batch, row, share, 0), PIECE)
         else:
-            result.store(gDV, variant.output(sums, at), (own.batch, row, kv_head, 0), PIECE)
+            result.store(gDV, variant.output(sums, at), (own.batch, row, share, 0), PIECE)
 
     return attend, smem
