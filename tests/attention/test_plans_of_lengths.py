@@ -18,7 +18,7 @@ from attention.softmax import shared_out
 from attention.softmax.backward.norms import DIFFERENTIATE
 from attention.softmax.decode.decode import _append as _decode_append
 from attention.softmax.decode.decode import _decode
-from attention.softmax.forward import _forward, _variant
+from attention.softmax.forward_programs import _forward, _variant
 from attention.softmax.projected import projected, projected_backward
 from attention.softmax.python_functions import named
 from tiles import program as programs

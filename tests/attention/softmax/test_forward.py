@@ -1,7 +1,6 @@
 """attention.forward against float64, on both backends and in both families from one body. (Which family serves a call:
 test_forward_families.py. Keys and queries in parts: test_forward_in_parts.py.)"""
 
-import importlib
 import itertools
 import math
 
@@ -22,7 +21,6 @@ from tiles.cp_async import PIECES
 
 FP16 = np.dtype(np.float16)
 pytestmark = pytest.mark.usefixtures("family")
-FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
 
 
 PACKED = {"lie": Packed, "axes": (), "by_list": False}
