@@ -30,30 +30,42 @@ def test_as_many_shares_as_leave_no_more_than_are_wanted(group, thread_blocks, t
     assert shares.cut(group, thread_blocks, tiles, wanted) == cut
 
 
+@pytest.fixture
+def cuts(monkeypatch, nothing_known):
+    """Problems are cut as for 132 multiprocessors, of which the interpreter has a few; the cuts that there were."""
+    found, of = [], shares.cut_of
+
+    def cut_of(*args):
+        found.append(of(*args[:-1], 132))
+        return found[-1]
+
+    monkeypatch.setattr(shares, "cut_of", cut_of)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("lengths", "heads", "head_dim", "options"),
+    ("lengths", "heads", "head_dim", "options", "cut"),
     [
-        ((40, 70), (4, 1), 64, {}),  # subgroups
-        ((130, 140), (6, 2), 128, dict(causal=True)),
-        ((40, 200), (4, 2), 192, dict(causal=True)),
-        ((1100, 77), (2, 2), 64, {}),  # spans: 2 of 9 tiles, the last of which is short
-        ((530, 77), (1, 1), 40, {}),
-        ((700, 700), (1, 1), 128, dict(causal=True)),  # the last blocks' spans are empty
-        ((600, 130), (1, 1), 256, {}),
-        ((1100, 130), (3, 1), 128, dict(window=(200, 50))),  # both
+        ((40, 70), (4, 1), 64, {}, Cut(4, 1)),
+        ((130, 140), (6, 2), 128, dict(causal=True), Cut(3, 1)),
+        ((40, 200), (4, 2), 192, dict(causal=True), Cut(2, 1)),
+        ((1100, 77), (2, 2), 64, {}, Cut(1, 2)),  # of 9 tiles, the last of which is short
+        ((530, 77), (2, 2), 128, {}, Cut(1, 2)),
+        ((700, 700), (1, 1), 128, dict(causal=True), Cut(1, 2)),  # the last blocks' spans are empty
+        ((600, 130), (1, 1), 256, {}, Cut(1, 2)),
+        ((600, 130), (3, 1), 128, dict(window=(200, 50)), Cut(3, 2)),
+        ((600, 130), (4, 2), 72, dict(causal=True, sink=np.array([1.5, -2, 0, 1], np.float32)), Cut(2, 2)),
+        ((300, 90), (3, 1), 64, dict(softcap=3.0), Cut(3, 1)),
     ],
 )
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_gradients(place, lengths, heads, head_dim, options, family):
+def test_gradients(place, cuts, lengths, heads, head_dim, options, cut, family):
     agree(place, *inputs(1, *lengths, *heads, head_dim), family, **options)
+    (found,) = cuts
+    assert found.subgroups == cut.subgroups and (found.spans > 1) == (cut.spans > 1), found
 
 
-@pytest.mark.parametrize("options", [dict(sink=np.array([1.5, -2, 0], np.float32)), dict(softcap=3.0, causal=True)])
-def test_variants(place, options):
-    agree(place, *inputs(1, 530, 90, 3, 1, 64), **options)
-
-
-def test_in_order_no_length_decides(place):
+def test_in_order_no_length_decides(place, cuts):
     """attention.parallel promises the bits of one GPU for parts of the keys, which have fewer thread blocks."""
     q, k, v = inputs(1, 530, 256, 4, 1, 64)
     dout, (out, lse) = draw(q.shape, q.dtype), reference.forward_low(q, k, v)
@@ -64,3 +76,4 @@ def test_in_order_no_length_decides(place):
 
     for whole, *parts in zip(found(slice(0, 256)), found(slice(0, 128)), found(slice(128, 256))):
         np.testing.assert_array_equal(whole, np.concatenate(parts, 1))
+    assert set(cuts) == {Cut(4, 1)}
