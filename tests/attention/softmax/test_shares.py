@@ -31,12 +31,13 @@ def test_as_many_shares_as_leave_no_more_than_are_wanted(group, thread_blocks, t
 
 
 @pytest.fixture
-def cuts(monkeypatch, nothing_known):
-    """Problems are cut as for 132 multiprocessors, of which the interpreter has a few; the cuts that there were."""
-    found, of = [], shares.cut_of
+def cuts(monkeypatch, nothing_known, request):
+    """Problems are cut as for 132 multiprocessors (or as many as the test says), of which the interpreter has a few; the cuts
+    that there were."""
+    found, of, processors = [], shares.cut_of, getattr(request, "param", 132)
 
     def cut_of(*args):
-        found.append(of(*args[:-1], 132))
+        found.append(of(*args[:-1], processors))
         return found[-1]
 
     monkeypatch.setattr(shares, "cut_of", cut_of)
@@ -65,6 +66,7 @@ def test_gradients(place, cuts, lengths, heads, head_dim, options, cut, family):
     assert found.subgroups == cut.subgroups and (found.spans > 1) == (cut.spans > 1), found
 
 
+@pytest.mark.parametrize("cuts", [6], indirect=True)
 def test_in_order_no_length_decides(place, cuts):
     """attention.parallel promises the bits of one GPU for parts of the keys, which have fewer thread blocks."""
     q, k, v = inputs(1, 530, 256, 4, 1, 64)
