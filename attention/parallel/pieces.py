@@ -235,14 +235,22 @@ class Call(NamedTuple):
         found: dict[str, Any] = {}
         functions = [name for name in ("mask", "score") if told.get(name) is not None]
         if functions:
-            begins = _begins(self.heads.start, q.start, k.start, self.device)
-            found["aux"] = (begins, *told.get("aux", ()))
+            found["aux"] = (self._begins(q, k), *told.get("aux", ()))
             for name in functions:
-                found[name] = (placed_mask if name == "mask" else placed_score)(told[name])
+                found[name] = (placed_mask if name == "mask" else placed_score)(told[name], "cu_seqlens" in told)
         if told.get("dropout"):
             number = (self.heads.start * self.length + q.start) * self.keys + k.start
             found["seed"] = (told["seed"] ^ (number * MIXED % SEEDS)) if number else told["seed"]
         return found
+
+
+    def _begins(self, q: Span, k: Span) -> Any:
+        """The (head, query, key) with which a piece begins, as an array; of packed sequences the place in each of them."""
+        if "cu_seqlens" not in self.told:
+            return _begins(self.heads.start, q.start, k.start, self.device)
+        first = self.told["cu_seqlens"][:-1]
+        heads, rows, keys = (torch.full_like(first, one) for one in (self.heads.start, q.start, k.start))
+        return torch.stack([heads, (rows - first).clamp(min=0), (keys - first).clamp(min=0)])
 
 
 # rows of an array of queries, rows of an array of keys, and what the former see of the latter
@@ -340,19 +348,22 @@ class _Blocks:
 
 
 @functools.lru_cache(256)
-def placed_mask(mask: Callable) -> Callable:
-    """The mask, shifted to where the heads, queries and keys of a piece begin."""
+def placed_mask(mask: Callable, packed: bool) -> Callable:
+    """The mask, shifted to where the heads, queries and keys of a piece begin; `packed`: in each sequence."""
 
     within = inlined(mask)
 
     def mask_in_its_place(b, h, i, j, begins, *aux):
         return within(b, h + begins[0], i + begins[1], j + begins[2], *aux)
 
-    return mask_in_its_place
+    def mask_in_its_sequence(b, h, i, j, begins, *aux):
+        return within(b, h + begins[0, b], i + begins[1, b], j + begins[2, b], *aux)
+
+    return mask_in_its_sequence if packed else mask_in_its_place
 
 
 @functools.lru_cache(256)
-def placed_score(score: Callable) -> Callable:
+def placed_score(score: Callable, packed: bool) -> Callable:
     """The same for a score."""
 
     within = inlined(score)
@@ -360,7 +371,10 @@ def placed_score(score: Callable) -> Callable:
     def score_in_its_place(s, b, h, i, j, begins, *aux):
         return within(s, b, h + begins[0], i + begins[1], j + begins[2], *aux)
 
-    return score_in_its_place
+    def score_in_its_sequence(s, b, h, i, j, begins, *aux):
+        return within(s, b, h + begins[0, b], i + begins[1, b], j + begins[2, b], *aux)
+
+    return score_in_its_sequence if packed else score_in_its_place
 
 
 @functools.lru_cache(4096)

@@ -17,6 +17,11 @@ from attention import parallel
 pytestmark = pytest.mark.timeout(900)  # of processes that share a laptop's cores
 
 
+OF_SEQUENCES = dict(  # functions of where queries and keys are in their own sequences, and of which these are
+    mask=lambda b, h, i, j: (i + 2 * j + b) % 3 != 0, score=lambda s, b, h, i, j: s + 0.1 * (i - 2 * j) * (b + h)
+)  # fmt: skip
+
+
 def test_on_two_ranks():
     """Each variant by gather; and by those others that can keep its positions. D 128 and rows of 128 are tiles of Hopper's."""
     start(2, two)
@@ -36,6 +41,7 @@ def two(world):
         compared(61, scheme, order="contiguous", window=(20, 5), bitwise=bitwise)
         compared(40, scheme, keys=70, causal=True, bitwise=bitwise)
         compared(40, scheme, causal=True, cu_seqlens=integers(0, 9, 9, 33, 40), bitwise=bitwise)
+        compared(40, scheme, cu_seqlens=integers(0, 9, 9, 33, 40), **OF_SEQUENCES, bitwise=bitwise)
         compared(40, scheme, softcap=3.0, bias=numbers(1, 2, 40, 40), learned=("bias",), bitwise=bitwise)
         compared(40, scheme, sink=numbers(2), learned=("sink",), bitwise=bitwise)
         compared(40, scheme, mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0, bitwise=bitwise)
