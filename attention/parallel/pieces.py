@@ -173,6 +173,10 @@ class Call(NamedTuple):
             return {name: told[name] for name in ("causal", "window") if name in told}
         if "cu_seqlens_k" in told or {"cu_seqlens", "lengths_k"} <= told.keys():
             raise NotImplementedError(f"{ends[1]}: keys of packed sequences other than their queries need scheme='ulysses'")
+        if {"bias", "cu_seqlens"} <= told.keys():
+            raise NotImplementedError(
+                "bias: of packed sequences, each of which begins at its first row, it needs scheme='ulysses'"
+            )
         if "blocks" in told and len(ends) > ("alibi" in told):
             raise NotImplementedError(f"blocks: with {ends[0]} they need scheme='ulysses'")
         before = right is not None and k.stop - 1 <= q.start + past + right
@@ -242,7 +246,6 @@ class Call(NamedTuple):
             number = (self.heads.start * self.length + q.start) * self.keys + k.start
             found["seed"] = (told["seed"] ^ (number * MIXED % SEEDS)) if number else told["seed"]
         return found
-
 
     def _begins(self, q: Span, k: Span) -> Any:
         """The (head, query, key) with which a piece begins, as an array; of packed sequences the place in each of them."""

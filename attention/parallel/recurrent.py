@@ -30,10 +30,11 @@ from ..recurrent import linear as plain
 from ..recurrent import mamba2 as mamba
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
 from ..softmax.call_options import differentiated
-from .agreement import agreed, check_ends, form_of, words_of
+from .agreement import agreed, form_of, words_of
 from .orders import Contiguous, Span, count
 from .parts import LEAST, Chain, Part
-from .peers import Peers, of_torch, one_of
+from .peers import Peers, of_torch, one_of, uncompiled
+from .whole import check_values, number_of_tokens
 
 Shape = tuple[int, ...]
 SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
@@ -42,6 +43,7 @@ LOCAL = "decay", "z"  # options of which ranks have shares
 ALIGNED = 32  # numbers: 128 bytes
 
 
+@uncompiled
 def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.linear of a sequence that is spread over several ranks, in contiguous shares
     (`attention.parallel.shard(.., order="contiguous")`, or `reorder` from zigzag). Arguments and results are linear's; decay
@@ -53,21 +55,20 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     supported.
 
     ValueError on every rank, before anything travels: ranks disagree. TypeError: an array that is not torch's."""
-    of_torch(q=q, k=k, v=v)
     kind = LinearInSegments if LinearInSegments.serves(k, options.get("decay")) else Linear
     return kind((q, k, v), options).run(group, length)
 
 
+@uncompiled
 def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.delta_rule of a sequence that is spread over several ranks: see `linear`. beta: this rank's share."""
-    of_torch(q=q, k=k, v=v, beta=beta)
     return Delta((q, k, v, beta), options).run(group, length)
 
 
+@uncompiled
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shares.
     seq_idx is not supported: cu_seqlens, of the whole sequence, does the same."""
-    of_torch(x=x, dt=dt, A=A, B=B, C=C)
     kind = MambaInSegments if MambaInSegments.serves(B) else Mamba
     return kind((x, dt, A, B, C), options).run(group, length)
 
@@ -79,6 +80,7 @@ class Recurrence:
     before, after = "initial_state", "return_state"  # the options for states
     values = 2  # which of the arrays are values
     whole: tuple[int, ...] = ()  # which have no tokens
+    names: tuple[str, ...] = "q", "k", "v"  # of the arrays
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}
@@ -111,12 +113,16 @@ class Recurrence:
     def run(self, group: Any, length: int | None) -> Any:
         """What the public function gives."""
         peers, first = one_of(group), self.arrays[0]
-        forms = [(name, form_of(x)) for name, x in self.options.items()]
-        learned = differentiated(*self.arrays, *self.options.values())
-        key = type(self), peers, length, learned, *map(form_of, self.arrays), *forms
-        span = agreed([peers], key, lambda: self._planned(peers, length), first.device)
+        try:
+            forms = [(name, form_of(x)) for name, x in self.options.items()]
+            learned = differentiated(*self.arrays, *self.options.values())
+            form = type(self), length, learned, *[(x.device, form_of(x)) for x in self.arrays], *forms
+            hash(form)
+        except Exception:  # what is wrong `_planned` says, so that all ranks hear of it
+            form = None
+        span = agreed((peers,), form, lambda: self._planned(peers, length), getattr(first, "device", None))
         ends = self.options.get("cu_seqlens")
-        check_ends(ends, self._total(peers, length))
+        check_values(self.options, self._total(peers, length), 0)
         with torch.no_grad():
             place = Part(span, first.shape[0], ends, first.device)
             begin, after = self.options.pop(self.before, None), self.options.pop(self.after, False)
@@ -180,6 +186,10 @@ class Recurrence:
     def _planned(self, peers: Peers, length: int | None) -> tuple[str, Span]:
         """What all ranks must have in common, in words, and this one's tokens. ValueError, NotImplementedError."""
         name, first = type(self).function.__name__, self.arrays[0]
+        of_torch(**dict(zip(self.names, self.arrays)))
+        for its, x in zip(self.names, self.arrays):
+            if x.ndim < 2 and its != "A":
+                raise ValueError(f"{its}: must have a batch and tokens: {its}.shape={tuple(x.shape)}")
         for option in ("layout", "out", "stream", "normalize", "seq_idx"):
             given = self.options.get(option, False)
             if getattr(given, "ndim", 0) or given not in (False, "bshd"):  # of arrays torch does not say whether they are equal
@@ -188,18 +198,21 @@ class Recurrence:
             raise NotImplementedError(
                 f"{name}: an array requires grad, and the backward pass is not there yet; call under torch.no_grad()"
             )
-        total = self._total(peers, length)
+        total = self._total(peers, number_of_tokens("length", length))
         spans = Contiguous().spans(total, peers.world)[peers.rank]
         if count(spans) != first.shape[1]:
             had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {count(spans)} of {total}"
             raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
         flag(self.after, self.options.get(self.after, False))
+        of_torch(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
         self._check(peers.rank)
-        check_ends(self.options.get("cu_seqlens"), total, planning=True)
-        forms = [f"array {n}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for n, x in enumerate(self.arrays)]
+        check_values(self.options, total, 0, planning=True)
+        forms = [f"{its}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for its, x in zip(self.names, self.arrays)]
         options = {option: x for option, x in self.options.items() if option != self.before}
         named = [f"{option}={_local(option, x)}" for option, x in sorted(options.items())]
-        return "; ".join([name, *forms, f"length={total}", *named]), spans[0] if spans else Span(0, 0)
+        of_shares = [f"length=None of shares of {first.shape[1]}: give length where these differ"] if length is None else []
+        words = [f"function={name}", *forms, *(of_shares or [f"length={total}"]), *named]
+        return "; ".join(words), spans[0] if spans else Span(0, 0)
 
     def _check(self, rank: int) -> None:
         """What the function of one GPU says of a call without tokens: everything is checked, nothing launched, and a rank that
@@ -276,7 +289,7 @@ class LinearInSegments(InSegments, Linear):
     @staticmethod
     def serves(k: Any, decay: Any) -> bool:
         """Not for decays of channels, nor for wide keys."""
-        return k.shape[-1] <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
+        return _columns(k) <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
 
     def left_by_segments(self, place: Part) -> tuple[Any, Any]:
         return plain.left_by_segments(*self.arrays, **self._told(place, "decay"))
@@ -293,6 +306,7 @@ class Delta(Recurrence):
     """attention.delta_rule. M: a matrix a head, what a state of 1 becomes where there are no values."""
 
     function = staticmethod(attention.delta_rule)
+    names = "q", "k", "v", "beta"
 
     def map_shape(self, place: Part) -> Shape:
         k, v = self.arrays[1], self.arrays[2]
@@ -354,6 +368,7 @@ class Mamba(Recurrence):
 
     function = staticmethod(attention.mamba2)
     before, after, values, whole = "initial_states", "return_final_states", 0, (2,)
+    names = "x", "dt", "A", "B", "C"
 
     def map_shape(self, place: Part) -> Shape:
         return place.sequences, self.arrays[0].shape[2], 1, 1
@@ -381,7 +396,7 @@ class MambaInSegments(InSegments, Mamba):
     @staticmethod
     def serves(B: Any) -> bool:
         """Not for wide keys."""
-        return B.shape[-1] <= SEGMENTED
+        return _columns(B) <= SEGMENTED
 
     def left_by_segments(self, place: Part) -> tuple[Any, Any]:
         return mamba.left_by_segments(*self.arrays, **self._told(place, "dt_bias", "dt_softplus"))
@@ -403,6 +418,11 @@ def _room(of_m: Shape, of_left: Shape, device: Any) -> tuple[Any, Any, Any]:
 def _nothing_and_one(keys: int, columns: int, device: Any) -> Any:
     """[0 | 1], a state of 0 and one of 1 beside each other."""
     return torch.cat([torch.zeros(keys, columns), torch.eye(keys)], 1).to(device)[None, None]
+
+
+def _columns(x: Any) -> int:
+    """Those of an array; 0 of what is none."""
+    return next(iter(getattr(x, "shape", ())[-1:]), 0)
 
 
 def _local(name: str, x: Any) -> str:

@@ -22,17 +22,18 @@ from ..softmax.backward.norms import normalised
 from ..softmax.call_options import differentiated
 from ..softmax.forward import FORWARD
 from ..softmax.gradient import ONCE, flat, grouped
-from .agreement import PLAIN, agreed, check_ends, form_of, remembered, words_of
+from .agreement import PLAIN, agreed, form_of, remembered, words_of
 from .choice import SCHEMES, SHARE, Choice, choose, least_turns, refusal, turns_of
 from .gather import Gather
 from .gather_in_order import InOrder
 from .gradients import Gradients
 from .moves import all_heads
 from .orders import Order, Span, Spans, count, order_of
-from .peers import Peers, of_torch, peers_of
+from .peers import Peers, of_torch, peers_of, uncompiled
 from .pieces import Call
 from .ring import Ring
 from .ulysses import Heads, Shared, together
+from .whole import PLACED, check_tensors, check_values, check_whole, number_of_tokens
 
 SHARED_OUT = {"causal", "scale", "deterministic", "family"}  # options of calls that softmax/shared_out.py may serve
 NORMS, WRITTEN = ("q_norm", "k_norm"), ("lse", "accumulate")  # of attention.forward's arguments; the latter are not served
@@ -40,6 +41,7 @@ _AS_IT_IS = nullcontext()
 INDICES = 2**24  # see softmax/forward.py
 
 
+@uncompiled
 def forward(
     q: Any,
     k: Any,
@@ -91,14 +93,12 @@ def forward(
 
     ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
     told = {name: x for name, x in options.items() if x is not None}
-    if not type(q) is type(k) is type(v) is torch.Tensor:
-        of_torch(q=q, k=k, v=v)
     if layout == "bhsd":
-        q, k, v, out = (x if x is None else x.transpose(1, 2) for x in (q, k, v, out))
+        q, k, v, out = (x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in (q, k, v, out))
     elif layout != "bshd":
         told["layout"] = layout  # which `refuse` does, on every rank
     asked = scheme, order, length, length_k, memory
-    if stream is None or not q.is_cuda:
+    if stream is None or not getattr(q, "is_cuda", False):
         found = _call(group, asked, explain, q, k, v, out, told)
     else:
         with torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(int(stream))):
@@ -112,21 +112,50 @@ def forward(
 def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: Any, out: Any, told: dict) -> Any:
     """(out, lse) on the current stream, or with `explain` the Choice."""
     peers = peers_of(group)
-    key = _key(peers, asked, q, k, v, told)
-    known = remembered(key)
+    try:
+        if torch.float32 in (q.dtype, k.dtype, v.dtype):
+            q, k, v = _cast(q, k, v)
+        if "bias" in told:
+            told["bias"] = _of_few(told["bias"], q.shape[1], length_of(peers, q, asked[2]), world_of(peers))
+        form = _form(asked, q, k, v, told)
+        known = remembered(peers, form)
+    except Exception:  # what is wrong `_planned` says, so that all ranks hear of it
+        form = known = None
+    if flag("explain", explain):
+        return (known or _planned(peers, asked, q, k, v, told)[1]).choice
     if known is None:
-        known = agreed(peers, key, lambda: _planned(peers, asked, q, k, v, told), q.device)
-    if explain:
-        return known.choice
+        known = agreed(peers, form, lambda: _planned(peers, asked, q, k, v, told), getattr(q, "device", None))
     if known.known is not None and out is None and not torch.is_grad_enabled():  # what most calls are: each line costs them
         return known.scheme.attend(q, k, v, known.known)
-    check_ends(told.get("cu_seqlens"), known.length)
+    check_values(told, known.length, known.keys)
     arrays, others = ({}, told) if known.plain else flat(_shaped(told))
     if differentiated(q, k, v, *arrays.values()):
         result, lse = _Attention.apply(known, ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
     else:
         result, lse = _attend(known, q, k, v, told)
-    return (result if out is None else out.copy_(result)), lse
+    return (result if out is None else _written(out, result)), lse
+
+
+def _cast(*arrays: Any) -> list[Any]:
+    """Arrays as torch.autocast has them, where it is on."""
+    kind = arrays[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return [*arrays]
+    to = torch.get_autocast_dtype(kind)
+    return [x.to(to) if x.dtype is torch.float32 else x for x in arrays]
+
+
+def _of_few(bias: Any, rows: int, length: int, world: int) -> Any:
+    """A bias with a row for each of this rank's queries, where these are so few that one row may be that of one query."""
+    return bias.expand(-1, -1, rows, -1) if length < 2 * world and bias.shape[2] == 1 else bias
+
+
+def _written(out: Any, result: Any) -> Any:
+    """out, with the result. TypeError, ValueError."""
+    of_torch(out=out)
+    if (out.shape, out.dtype) != (result.shape, result.dtype):
+        raise ValueError(f"out: must have {tuple(result.shape)} of {result.dtype}, and has {tuple(out.shape)} of {out.dtype}")
+    return out.copy_(result)
 
 
 class Plan:
@@ -214,25 +243,25 @@ def _shaped(told: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- once for each form of call --------------------------------------------------------------------------------------
-def _key(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: Any, told: dict) -> Any:
-    """What decides how a call is done: everything but what arrays hold, and a seed."""
+def _form(asked: tuple[Any, ...], q: Any, k: Any, v: Any, told: dict) -> Any:
+    """What decides how a group's call is done: everything but what arrays hold, and a seed."""
     if "seed" in told:
         told = told | {"seed": None}
     forms = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device
-    return (*peers, *asked, *forms, *told, *map(form_of, told.values()))
+    return (*asked, *forms, *told, *map(form_of, told.values()))
 
 
 def _planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: Any, told: dict[str, Any]) -> tuple[str, Plan]:
     """What all ranks must have in common, in words, and the Plan. TypeError, ValueError, NotImplementedError."""
     refuse(told)
-    scheme, order, length, length_k, memory = asked
+    check_tensors(q=q, k=k, v=v)
+    scheme, order, *lengths, memory = asked
+    length, length_k = map(number_of_tokens, ("length", "length_k"), lengths)
     order = order_of(order)
-    world = 1
-    for one in peers:
-        world *= one.world
+    world = world_of(peers)
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v: must have k's tokens: {tuple(k.shape)=}, {tuple(v.shape)=}")
-    total = q.shape[1] * world if length is None else length
+    total = length_of(peers, q, length)
     if length_k is None:
         length_k = total if k.shape[1] == q.shape[1] else k.shape[1] * world
     queries, keys = order.spans(total, world), order.spans(length_k, world)
@@ -241,25 +270,43 @@ def _planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: 
         if count(spans[rank]) != x.shape[1]:
             had = f"rank {rank} of {world} has {x.shape[1]} tokens, and would have {count(spans[rank])} of {whole}"
             raise ValueError(f"{name}: {had} by {order}: give {name}, the number of all tokens, as shards may differ")
-    plain = {
-        name: x for name, x in told.items() if name not in ("cu_seqlens", "cu_seqlens_k", "lengths_k", "bias", "blocks", "sink")
-    }
-    with torch.no_grad():  # no query, no key: everything is checked, nothing launched
-        attention.forward(*[x.detach()[:, :0] for x in (q, k, v)], **plain)
+    plain = {name: x for name, x in told.items() if name not in ("blocks", "sink", "bias", *PLACED)}
+    with torch.no_grad():
+        attention.forward(*[x.detach()[:, :0] for x in (q, k, v)], **plain)  # no query, no key: checked, but nothing launched
+        check_whole(q, k, v, total, length_k, told)
     if ("mask" in told or "score" in told) and max(total, length_k) >= INDICES:
         raise ValueError(
             f"mask: counts queries and keys in float32, so there must be fewer than 2**24 of each: {total}, {length_k}"
         )
-    check_ends(told.get("cu_seqlens"), total, planning=True)
+    check_values(told, total, length_k, planning=True)
     call = called(total, length_k, q, k, v, told | {"family": _family(q, k, v, told)})
     limit = _limit(memory, q)
     choice = _choice(peers, scheme, call, q.shape[0], queries, keys, limit)
     name = choice.scheme if isinstance(choice, Choice) else choice
     found, turns = _scheme(name, peers, call, q.shape[0], queries, keys, limit)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
-    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name != "seed"]
-    plan = [f"length={total}", f"length_k={length_k}", f"{scheme=}", f"chosen={name}", f"{turns=}", f"{order=}"]
+    named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name not in ("seed", "bias")]
+    named += [f"bias={_words_of_bias(told['bias'], total < 2 * world)}"] if "bias" in told else []
+    of_shares = [f"length=None of shares of {q.shape[1]}: give length where these differ"] if lengths[0] is None else []
+    plan = of_shares or [f"length={total}"]
+    plan += [f"length_k={length_k}", f"{scheme=}", f"chosen={name}", f"{memory=}", f"{turns=}", f"{order=}"]
     return "; ".join([*forms, *plan, *named]), Plan(found, total, length_k, choice, call)
+
+
+def world_of(peers: Sequence[Peers]) -> int:
+    """How many ranks all dimensions have."""
+    return math.prod([one.world for one in peers])
+
+
+def length_of(peers: Sequence[Peers], x: Any, length: int | None) -> int:
+    """The number of all tokens, this rank having those of x."""
+    return x.shape[1] * world_of(peers) if length is None else length
+
+
+def _words_of_bias(bias: Any, few: bool) -> str:
+    """Its form, less how many rows this rank has; few: see `_of_few`."""
+    batch, heads, rows, keys = bias.shape
+    return f"{batch} x {heads} x {'1 row' if rows == 1 and not few else 'rows of queries'} x {keys} of {bias.dtype}"
 
 
 def _family(q: Any, k: Any, v: Any, told: dict[str, Any]) -> str | None:
