@@ -146,7 +146,7 @@ ALONE = Peers(None, 0, 1, (0,))
 
 def peers_of(group: Any) -> tuple[Peers, ...]:
     """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each of a tuple of these
-    is a dimension, too; Peers are what they are. TypeError, RuntimeError."""
+    is a dimension, too; Peers are what they are. TypeError, ValueError, RuntimeError."""
     if group is None:
         return (_peers(dist.group.WORLD),) if dist.is_initialized() else (ALONE,)
     if isinstance(group, Peers):
@@ -155,6 +155,8 @@ def peers_of(group: Any) -> tuple[Peers, ...]:
         return tuple([one for part in group for one in peers_of(part)])
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
         return tuple([_peers(group.get_group(dim)) for dim in range(group.ndim)])
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not one of its ranks: only these call what works on the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: must be a process group or a DeviceMesh of torch.distributed, or a tuple of two: {group=!r}")
     if not dist.is_initialized():

@@ -34,7 +34,7 @@ from .agreement import agreed, form_of, words_of
 from .orders import Contiguous, Span, count
 from .parts import LEAST, Chain, Part
 from .peers import Peers, of_torch, one_of, uncompiled
-from .whole import check_values, number_of_tokens
+from .whole import cast, check_values, number_of_tokens
 
 Shape = tuple[int, ...]
 SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
@@ -81,6 +81,7 @@ class Recurrence:
     values = 2  # which of the arrays are values
     whole: tuple[int, ...] = ()  # which have no tokens
     names: tuple[str, ...] = "q", "k", "v"  # of the arrays
+    tiles: tuple[str, ...] = "q", "k", "v"  # of arrays and options, those that autocast casts
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}
@@ -114,6 +115,7 @@ class Recurrence:
         """What the public function gives."""
         peers, first = one_of(group), self.arrays[0]
         try:
+            self._cast()
             forms = [(name, form_of(x)) for name, x in self.options.items()]
             learned = differentiated(*self.arrays, *self.options.values())
             form = type(self), length, learned, *[(x.device, form_of(x)) for x in self.arrays], *forms
@@ -130,6 +132,12 @@ class Recurrence:
                 return self.call(place, **{self.before: begin, self.after: after})
             out, chain = self.passes(peers, place, None if peers.rank else begin, after or peers.rank < peers.world - 1)
             return (out, chain.before(peers.world).contiguous()) if after else out
+
+    def _cast(self) -> None:
+        """What torch.autocast does, here, as not all that is called for a part is an op that it knows."""
+        if torch.is_autocast_enabled(self.arrays[0].device.type):
+            self.arrays = tuple([cast(x)[0] if its in self.tiles else x for its, x in zip(self.names, self.arrays)])
+            self.options = {its: cast(x)[0] if its in self.tiles else x for its, x in self.options.items()}
 
     def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
         """This part's output, and all summaries. begin: the state before the whole, of the first part; awaited: does another
@@ -368,7 +376,7 @@ class Mamba(Recurrence):
 
     function = staticmethod(attention.mamba2)
     before, after, values, whole = "initial_states", "return_final_states", 0, (2,)
-    names = "x", "dt", "A", "B", "C"
+    names, tiles = ("x", "dt", "A", "B", "C"), ("x", "B", "C", "z")
 
     def map_shape(self, place: Part) -> Shape:
         return place.sequences, self.arrays[0].shape[2], 1, 1

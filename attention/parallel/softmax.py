@@ -33,7 +33,7 @@ from .peers import Peers, of_torch, peers_of, uncompiled
 from .pieces import Call
 from .ring import Ring
 from .ulysses import Heads, Shared, together
-from .whole import PLACED, check_tensors, check_values, check_whole, number_of_tokens
+from .whole import PLACED, cast, check_tensors, check_values, check_whole, number_of_tokens
 
 SHARED_OUT = {"causal", "scale", "deterministic", "family"}  # options of calls that softmax/shared_out.py may serve
 NORMS, WRITTEN = ("q_norm", "k_norm"), ("lse", "accumulate")  # of attention.forward's arguments; the latter are not served
@@ -114,7 +114,7 @@ def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: 
     peers = peers_of(group)
     try:
         if torch.float32 in (q.dtype, k.dtype, v.dtype):
-            q, k, v = _cast(q, k, v)
+            q, k, v = cast(q, k, v)
         if "bias" in told:
             told["bias"] = _of_few(told["bias"], q.shape[1], length_of(peers, q, asked[2]), world_of(peers))
         form = _form(asked, q, k, v, told)
@@ -134,15 +134,6 @@ def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: 
     else:
         result, lse = _attend(known, q, k, v, told)
     return (result if out is None else _written(out, result)), lse
-
-
-def _cast(*arrays: Any) -> list[Any]:
-    """Arrays as torch.autocast has them, where it is on."""
-    kind = arrays[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return [*arrays]
-    to = torch.get_autocast_dtype(kind)
-    return [x.to(to) if x.dtype is torch.float32 else x for x in arrays]
 
 
 def _of_few(bias: Any, rows: int, length: int, world: int) -> Any:

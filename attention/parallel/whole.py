@@ -77,6 +77,15 @@ def check_tensors(**arrays: Any) -> None:
             raise ValueError(f"{name}: must have the axes B, S, H, D: {name}.shape={tuple(x.shape)}")
 
 
+def cast(*tensors: Any) -> list[Any]:
+    """Tensors as torch.autocast has them, where it is on: float32 is what it wants."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return [*tensors]
+    to = torch.get_autocast_dtype(kind)
+    return [x.to(to) if x.dtype is torch.float32 else x for x in tensors]
+
+
 def number_of_tokens(name: str, number: Any) -> int | None:
     """The number of all tokens that is given under this name, if there is one. TypeError, ValueError."""
     if number is None:
