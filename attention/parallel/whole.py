@@ -19,14 +19,14 @@ from ..softmax.launches import over
 from ..softmax.planning import check_extents
 from .peers import of_torch
 
-PLACED = {"cu_seqlens": ENDS, "cu_seqlens_k": KEY_ENDS, "lengths_k": KEY_LENGTHS}  # what their values must be
-GIVEN = "alibi", "sink", "bias", *PLACED
+COUNTS = {"cu_seqlens": ENDS, "cu_seqlens_k": KEY_ENDS, "lengths_k": KEY_LENGTHS}  # what their values must be
+GIVEN = "alibi", "sink", "bias", *COUNTS
 
 
 def check_whole(q: Any, k: Any, v: Any, length: int, length_k: int, told: Mapping[str, Any]) -> None:
     """TypeError, ValueError, NotImplementedError: options are not what one GPU would take of so many queries and keys; or the
     bias has other rows than this rank's queries."""
-    of_torch(**{name: told[name] for name in ("bias", *PLACED) if name in told})
+    of_torch(**{name: told[name] for name in ("bias", *COUNTS) if name in told})
     blocks_of(told.get("blocks"))
     arrays = {"q": q, "k": k, "v": v} | {name: told[name] for name in GIVEN if name in told}
     aux = told.get("aux", ())
@@ -54,13 +54,13 @@ def check_values(told: Mapping[str, Any], length: int, length_k: int, planning: 
     """ValueError: ends of sequences, or lengths, are not what one GPU would take of the whole. Parts are clamped: no kernel
     would see it. In every call, as others may come than were planned with; those of a GPU are read when planning, where
     TILES_CHECK asks."""
-    for name in PLACED.keys() & told.keys():
+    for name in COUNTS.keys() & told.keys():
         x = told[name]
         if x.is_cuda and not (planning and asked().values):
             continue
         array = describe(x, name)
         stream = 0 if array.device is None else array.kind.stream(x, array.device)
-        Check([(name, 0, array.form, PLACED[name])], {"S": length, "T": length_k}).run(stream, [array.pointer])
+        Check([(name, 0, array.form, COUNTS[name])], {"S": length, "T": length_k}).run(stream, [array.pointer])
 
 
 def _of_tokens(form: Form, axis: int, tokens: int) -> Form:

@@ -120,7 +120,7 @@ def faults():
         parallel.unshard(given[0], length=39 if rank else None)
     with pytest.raises(ValueError, match=r"(?s)rank 0: to='contiguous'\nrank 1: to='zigzag'"):
         parallel.reorder(given[0], to="zigzag" if rank else "contiguous")
-    with pytest.raises(TypeError, match="takes no windows"):
+    with pytest.raises(TypeError, match="takes no windows; did you mean window"):
         parallel.forward(*given, windows=3)
     compared(48, "auto", causal=True)
     why = parallel.forward(*given, causal=True, explain=True)
