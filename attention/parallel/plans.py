@@ -18,7 +18,7 @@ from ..families import choose as family_of
 from ..names import what_it_is_here
 from ..softmax.forward import FORWARD
 from .agreement import PLAIN, form_of, words_of
-from .choice import SCHEMES, SHARE, Choice, choose, least_turns, refusal, turns_of
+from .choice import SCHEMES, SHARE, Choice, Machine, choose, estimate, least_turns, refusal, turns_of
 from .gather import Gather
 from .gather_in_order import InOrder
 from .moves import all_heads
@@ -32,6 +32,7 @@ from .whole import COUNTS, check_tensors, check_values, check_whole, number_of_t
 SHARED_OUT = {"causal", "scale", "deterministic", "family"}  # options of calls that softmax/shared_out.py may serve
 WRITTEN = "lse", "accumulate"  # of attention.forward's arguments those that are not served
 INDICES = 2**24  # see softmax/forward.py
+ASKED = "it was asked for"
 PRODUCTS = ("gather", "ulysses"), ("ring", "ulysses"), ("ring", "gather")
 
 
@@ -39,7 +40,7 @@ class Plan:
     """What calls of one form have in common: the scheme, how long the whole is, and why; and of those that are told no arrays
     all that is told."""
 
-    def __init__(self, scheme: Any, length: int, keys: int, choice: Choice | str, call: Call):
+    def __init__(self, scheme: Any, length: int, keys: int, choice: Choice, call: Call):
         self.scheme, self.length, self.keys, self.choice = scheme, length, keys, choice
         self.plain, self.family = call.plain, call.told["family"]
         self.known = call if call.plain and "k_norm" not in call.told else None
@@ -99,7 +100,7 @@ def planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: A
     call = called(total, length_k, q, k, v, told | {"family": _family(q, k, v, told)})
     limit = _limit(memory, q)
     choice = _choice(peers, scheme, call, q.shape[0], queries, keys, limit)
-    name = choice.scheme if isinstance(choice, Choice) else choice
+    name = choice.scheme
     found, turns = _scheme(name, peers, call, q.shape[0], queries, keys, limit)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
     named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name not in ("seed", "bias")]
@@ -163,22 +164,31 @@ def _choice(
     queries: tuple[Spans, ...],
     keys: tuple[Spans, ...],
     limit: float,
-) -> Any:
-    """The Choice, or the scheme that was asked for."""
-    if len(peers) == 2:
-        pair = ("gather", "ulysses") if scheme == "auto" else scheme
-        if pair not in PRODUCTS:
-            raise ValueError(f"scheme: of a group of two dimensions must be one of {PRODUCTS}: {scheme=}")
-        return pair
+) -> Choice:
+    """What is asked for, or by "auto" what is best; of two dimensions the first of PRODUCTS that serves the call."""
     if len(peers) > 2:
         raise ValueError(f"group: must have one or two dimensions, not {len(peers)}")
+    if len(peers) == 2:
+        if scheme not in ("auto", *PRODUCTS):
+            raise ValueError(f'scheme: of a group of two dimensions must be "auto" or one of {PRODUCTS}: {scheme=}')
+        refused = []
+        for pair in PRODUCTS if scheme == "auto" else (scheme,):
+            try:
+                _scheme(pair, peers, call, batch, queries, keys, limit)
+            except NotImplementedError as error:
+                refused.append(f"{pair}: {error}")
+            else:
+                why = "; ".join(["the first that serves the call" if scheme == "auto" else ASKED, *refused])
+                return Choice(pair, why, ())
+        raise NotImplementedError(f"scheme: none can serve this call: {'; '.join(refused)}")
     if scheme == "auto":
         return choose(call, batch, queries, keys, limit)
     if scheme not in SCHEMES:
         raise ValueError(f'scheme: must be "auto" or one of {SCHEMES}: {scheme=}')
     if why := refusal(scheme, call, queries, keys):
         raise NotImplementedError(why)
-    return scheme
+    estimates = [estimate(one, call, batch, queries, keys, Machine(), limit) for one in SCHEMES]
+    return Choice(scheme, ASKED, tuple(estimates))
 
 
 def _scheme(

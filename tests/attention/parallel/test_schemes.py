@@ -258,4 +258,9 @@ def four(world):
         assert (one.float() - more.float()).abs().max() <= 2**-7 * one.float().abs().max()
     compared(24, "ulysses", mesh["near"], causal=True, shapes=shapes)
     compared(45, "ring", causal=True, bitwise=(), shapes=shapes)
+    odd = [parallel.shard(x, mesh) for x in drawn(24, 3, 3)]  # heads that two ranks do not share
+    why = parallel.forward(*odd, group=mesh, causal=True, explain=True)
+    assert why.scheme == ("ring", "gather") and "('gather', 'ulysses'): scheme: 3 heads of 3" in str(why)
+    compared(24, "auto", mesh, causal=True, bitwise=(), shapes=dict(heads=3, kv_heads=3))
+    assert str(parallel.forward(*odd, group=mesh["near"], scheme="ring", explain=True)).startswith("ring: it was asked for")
     attention.forward(*drawn(8))
