@@ -55,6 +55,7 @@ from .softmax.backward import (
     hopper_wide,
     hopper_wide_queries,
     prepare,
+    shares,
     sinks,
 )
 from .softmax.backward import hopper as backward_hopper
@@ -67,7 +68,7 @@ MODULES = {
     "forward": (ampere, hopper, hopper_fp8, transpose_values, norms, block_masks),
     "backward": (
         *(prepare, backward_ampere, backward_hopper, hopper_narrow, hopper_folded, hopper_wide, hopper_wide_queries),
-        *(finish, sinks, backward_norms, bias, hopper_bias, elements),
+        *(finish, shares, sinks, backward_norms, bias, hopper_bias, elements),
     ),
     "decode": (decode_ampere, decode_hopper, combine),
     "projected": (rotary,),

@@ -20,7 +20,7 @@ def register_torch_ops() -> None:
     from .softmax.backward import backward as differentiating
     from .softmax.backward.norms import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .softmax.decode import decode as decoding
-    from .softmax.forward import _forward, _fp8_cache, _of_fp8, _variant
+    from .softmax.forward_programs import _forward, _fp8_cache, _of_fp8, _variant
     from .softmax.projected import projected, projected_backward
 
     of_norms = [program for every in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in every.values()]

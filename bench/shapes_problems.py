@@ -227,11 +227,19 @@ def backward_problems():
     yield one("dim 160 causal", 2, 4096, 4096, 6, 6, 160, causal=True)
     yield one("fp16 dim 128 causal", 2, 4096, 4096, 8, 8, 128, causal=True, dtype=FP16)
     yield one("dim 32", 2, 4096, 4096, 32, 32, 32)
-    yield one("few heads causal", 1, 8192, 8192, 1, 1, 128, causal=True)
-    yield one("few heads", 1, 2048, 2048, 4, 4, 64)
+    for heads, kv_heads, s, d in (
+        (4, 4, 2048, 64),
+        (4, 4, 2048, 128),
+        (1, 1, 8192, 128),
+        (32, 4, 4096, 128),
+        (8, 1, 8192, 256),
+    ):
+        for causal in (False, True):
+            yield one("few heads" + " causal" * causal, 1, s, s, heads, kv_heads, d, causal=causal)
     yield one("short", 256, 64, 64, 16, 16, 64)
     yield one("short causal", 256, 128, 128, 16, 16, 128, causal=True)
     yield one("cross 77", 2, 4096, 77, 16, 16, 64)
+    yield one("cross 77", 2, 4096, 77, 8, 8, 128)
     yield one("cross", 4, 32, 4096, 16, 16, 64)
     yield one("odd length", 4, 1000, 1000, 16, 16, 64)
     yield one("GQA 8:1 causal", 2, 4096, 4096, 32, 4, 128, causal=True)

@@ -21,7 +21,7 @@ DTYPES = {"bf16": bf16.np, "fp16": fp16.np, "fp32": fp32.np}
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; the exit code."""
+    """Run a command of the command line; returns the exit code."""
     if arguments[:1] == ["inspect"]:
         return inspect.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m fuse", description=__doc__)
@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> int:
 
 
 def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str) -> int:
-    """In words, as text, with its proof. It needs no card."""
+    """Print what was found for arrays of these shapes: the candidates, the best one in words and as text, and its proof. It
+    needs no card. Returns 0 if the proof holds."""
     arrays = [_turned(np.zeros(shape, DTYPES[dtype]), turned) for shape, turned in shapes]
     for line in ("\n".join(map(str, function.candidates(*arrays))), function.explain(*arrays), function.source(*arrays)):
         print(f"{line}\n")
@@ -57,7 +58,7 @@ def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str
 
 
 def tune(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str) -> int:
-    """On the card, on random numbers of torch's."""
+    """Measure the candidates on the card, on torch's random numbers, and print them, the fastest first."""
     try:
         import torch
     except ImportError:

@@ -19,11 +19,11 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 class OfFused(torch.autograd.Function):
-    """function(*arrays), of which nothing is kept for the backward pass but the arrays."""
+    """function(*arrays) for torch's autograd. Nothing but the arrays is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, function, *arrays):
-        """By kernels."""
+        """The results, computed by kernels."""
         ctx.set_materialize_grads(False)  # of results that nobody uses
         ctx.function, ctx.numbers = function, [None if isinstance(x, torch.Tensor) else x for x in arrays]
         ctx.save_for_backward(*[x for x in arrays if isinstance(x, torch.Tensor)])
@@ -32,7 +32,7 @@ class OfFused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *by):
-        """By kernels, and by parts what they do not give."""
+        """The gradients: by kernels where there are some, and by parts otherwise."""
         function, saved = ctx.function, iter(ctx.saved_tensors)
         arrays = [next(saved) if x is None else x for x in ctx.numbers]
         wanted = [name for name, needed in zip(function.names, ctx.needs_input_grad[1:]) if needed]
@@ -49,14 +49,14 @@ class OfFused(torch.autograd.Function):
 
 
 def by_kernels(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """The gradients, by name, of those among the wanted arguments whose gradients kernels compute. by: the gradients by the
-    results, or None."""
+    """{name: gradient} of those wanted arguments whose gradients kernels compute. by: the gradients with respect to the
+    results, None where there is none."""
     names, run = function.gradients.by_kernels(arrays, by, tuple(wanted))
     return dict(zip(names, run()))
 
 
 def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """The gradients by these arguments, by torch's."""
+    """{name: gradient} of the wanted arguments, by torch's autograd on the definition's operations."""
     arrays = [x.detach() if isinstance(x, torch.Tensor) else x for x in arrays]
     inputs = [arrays[function.names.index(name)].requires_grad_() for name in wanted]
     with torch.enable_grad():
@@ -70,7 +70,7 @@ def by_parts(function: Fused, arrays: Sequence[Any], by: Sequence[Any], wanted: 
 
 
 def _by_op(function: Any, arrays: list[Any], by: list[Any], wanted: tuple[str, ...]) -> list[Any]:
-    """The gradients, by an op."""
+    """The gradients of the wanted arguments, by a torch op of their own, which torch.compile does not look into."""
     places = tuple([n for n, g in enumerate(by) if g is not None])
     name = function.gradients.op(wanted, places, len(by))
     every = [*arrays, *[by[n] for n in places]]

@@ -9,8 +9,9 @@ PART = 128  # columns of a part (terms.of_parts)
 
 
 class Axis:
-    """A name for an axis. Two may turn out to be one: `same`. parts: axes or numbers whose product is its extent, where it is
-    made of others. half: the axis of half the extent, where somebody asked for it. cut: the axis whose PARTs this counts."""
+    """A name for an axis. Two names may turn out to mean one axis: see `same`. parts: if the axis is made of others, as a
+    split into heads makes it, those axes, or numbers; its extent is their product. half: the axis of half the extent, if
+    somebody asked for it. cut: if the axis counts the PARTs of another one, that one."""
 
     def __init__(self, *parts: Axis | int, cut: Axis | None = None):
         self.known_as: Axis = self
@@ -20,7 +21,7 @@ class Axis:
 
     @property
     def root(self) -> Axis:
-        """What it is known as."""
+        """The one name among all that mean this axis that is compared."""
         found = self
         while found.known_as is not found:
             found = found.known_as
@@ -29,7 +30,7 @@ class Axis:
 
 
 def same(one: Axis | None, other: Axis | None) -> Axis | None:
-    """Two names for one axis; None is an axis of length 1 that broadcasts."""
+    """Let two names mean one axis, and return it. None is an axis of length 1, which broadcasts to the other."""
     if one is None or other is None:
         return one or other
     one, other = one.root, other.root
@@ -42,7 +43,7 @@ def same(one: Axis | None, other: Axis | None) -> Axis | None:
 
 
 def halved(axis: Axis) -> Axis:
-    """The axis of half its extent."""
+    """The axis that is half of this one."""
     whole = axis.root
     if whole.half is None:
         whole.half = Axis()
@@ -51,7 +52,7 @@ def halved(axis: Axis) -> Axis:
 
 
 def extent(axis: Axis, known: Mapping[Axis, int]) -> int:
-    """Its extent, by those of the axes that are made of no others."""
+    """The extent of an axis. known: the extents of the axes that are made of no others."""
     parts, cut = axis.root.parts, axis.root.cut
     if cut is not None and axis.root not in known:
         return -(-extent(cut, known) // PART)
@@ -59,7 +60,7 @@ def extent(axis: Axis, known: Mapping[Axis, int]) -> int:
 
 
 def elementary(axes: Iterable[Axis | None]) -> list[Axis]:
-    """What these axes are made of, each once."""
+    """The axes that these are made of, and that are not made of others, each once."""
     found: dict[Axis, None] = {}
     stack = [axis for axis in axes if axis is not None][::-1]
     while stack:

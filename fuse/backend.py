@@ -17,7 +17,8 @@ from typing import Any
 from . import graph, language
 from .candidates import candidates
 from .cost import card
-from .fused import FLOATS, Fused
+from .fused import Fused
+from .program import FLOATS
 from .trace import ANY, Shape, traced
 
 Targets = dict[Any, Callable]
@@ -69,7 +70,7 @@ def _gelu(x, approximate="none"):
 
 
 def targets() -> Targets:
-    """What torch's functions and methods are in a definition."""
+    """{torch's function, operator or method: the function that says the same in a definition}."""
     import torch
 
     F = torch.nn.functional
@@ -95,7 +96,7 @@ def targets() -> Targets:
 
 
 def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
-    """torch.compile's backend: see the module."""
+    """The backend for torch.compile(model, backend=fuse.backend): see the module."""
     from torch._dynamo import lookup_backend
     from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
     from torch.fx.passes.operator_support import OperatorSupportBase
@@ -175,13 +176,13 @@ def _dtype(x: Any) -> str:
 
 
 def _served(node: Any) -> bool:
-    """Is what it gives an array that kernels know?"""
+    """Is the node's value an array that kernels can take?"""
     found = _sample(node)
     return found is not None and found.dim() >= 2 and _dtype(found) in FLOATS
 
 
 def _module(fused: Fused) -> Any:
-    """A module that calls it."""
+    """A torch module that calls the fused function."""
     import torch
 
     module = torch.nn.Module()

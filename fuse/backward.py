@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 
 from . import derivative, language, terms
+from .definition import NoKernel
 from .derivative import NoRule
 from .functions import CASTS
-from .fused import FLOATS, Fused, NoKernel
+from .fused import Fused
 from .given import cast, dtype_of
 from .graph import between, walk
 from .module import unused
 from .place import is_total_of_rows
+from .program import FLOATS
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
 
@@ -49,7 +51,8 @@ AT_THE_END = "add", "sub", "mul", "div", "neg"  # what it does with what it make
 
 
 def at_the_end(x: Term) -> bool:
-    """Does the framework compute it, from pieces? Sums over rows may be kernels', too (sums_by_kernels)."""
+    """Does the framework compute this term, from pieces that kernels make? Sums over rows may also be left to kernels: see
+    sums_by_kernels."""
     if x.operation in ("total", "transpose"):
         return True
     if x.operation == "matmul":
@@ -58,12 +61,12 @@ def at_the_end(x: Term) -> bool:
 
 
 def sums_by_kernels(roots: Sequence[Term]) -> bool:
-    """Are all sums over rows gradients by themselves, that row maps gather as rows go by?"""
+    """Can row maps gather all sums over rows as the rows go by? They can if each sum is a gradient by itself."""
     return all(x in roots and is_total_of_rows(x) for x in walk(*roots) if x.operation == "total")
 
 
 def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
-    """What kernels make, of which the framework makes the rest. sums: may they add up rows?"""
+    """The terms that kernels make; the framework makes the gradients from them. sums: may kernels sum over rows?"""
     sums = sums and sums_by_kernels(roots)
     found, stack = dict[Term, None](), [*roots][::-1]
     while stack:
@@ -76,7 +79,8 @@ def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
 
 
 def by_framework(roots: Sequence[Term], known: Mapping[Term, Any]) -> list[Any]:
-    """The values of what is made of known ones, by the framework's own operations; sums over rows are taken in float32."""
+    """The values of `roots`, computed with the framework's own operations from the terms whose values are known. Sums over
+    rows are taken in float32."""
     found = dict(known)
     for x in between(roots, [*known]):
         of = [found[y] for y in x.of]
@@ -105,10 +109,13 @@ def by_framework(roots: Sequence[Term], known: Mapping[Term, Any]) -> list[Any]:
 
 
 class Gradient(Fused):
-    """The gradient of a fused function: call it with the function's arguments and the gradients by its results; it gives those
-    by the arguments that are arrays of floating point numbers, or by the `wanted` ones. by: the places of the results whose
-    gradients are given, all if None; count: how many there are. `source`, `explain`, `candidates`, `proof` and `compile` are
-    those of its kernels."""
+    """The gradient of a fused function. Call it with the function's arguments, followed by the gradients with respect to its
+    results. It returns the gradients with respect to the arguments that are arrays of floating point numbers, or to those
+    named in `wanted`.
+
+    by: the places of the results whose gradients are given, all if None. count: how many results the function has, 0 if it is
+    not known yet. sums: may kernels sum over rows? `source`, `explain`, `candidates`, `proof` and `compile` are about the
+    gradient's own kernels."""
 
     def __init__(
         self,
@@ -140,11 +147,11 @@ class Gradient(Fused):
 
     @property
     def gradient(self) -> Gradient:
-        """There is none."""
+        """NotImplementedError: there are no second derivatives."""
         raise NotImplementedError(f"{self.name}: has no second derivatives")
 
     def _know(self, count: int) -> None:
-        """How many results the function has, which says what the parameters are called."""
+        """Take note of how many results the function has: the names of the parameters follow from it."""
         if count < 1:
             raise TypeError(
                 f"{self.name}: takes the arguments of {self.function.name}, then the gradient by each of its results"
@@ -157,7 +164,8 @@ class Gradient(Fused):
         self.signature = inspect.Signature(parameters)
 
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
-        """The function's, with its defaults, and the gradients by its results."""
+        """The function's arguments with its defaults, and the gradients with respect to its results. How many results there
+        are is found by trying, if it is not known. TypeError: there are too few or too many, or some are given by name."""
         if named:
             arguments = f"the arguments of {self.function.name} and the gradients by its results"
             raise TypeError(f"{self.name}: takes {arguments}, by place")
@@ -177,7 +185,8 @@ class Gradient(Fused):
         raise TypeError(f"{self.name}: takes {what}; got {len(arrays)}")
 
     def pieces(self, gradients: Mapping[str, Term]) -> dict[str, Term]:
-        """What kernels make, by names: those of gradients that are whole, and for_dx of others."""
+        """The terms that kernels make, by name: dx, if it is the whole gradient with respect to x, and for_dx, if the
+        framework makes dx from it."""
         found, roots = {x: name for name, x in reversed([*gradients.items()])}, [*gradients.values()]
         sums = self.sums and sums_by_kernels(roots)
         for name, root in gradients.items():
@@ -190,7 +199,9 @@ class Gradient(Fused):
         return made
 
     def whole(self, *given: Term) -> dict[str, Term]:
-        """The gradients, as terms, by names."""
+        """{"dx": the gradient with respect to x as a term, ...} for terms of the arguments and of the given gradients.
+        ValueError: a given gradient has not the shape of its result. NoRule: no result depends on an argument that is
+        wanted."""
         arguments, by = given[: len(self.function.names)], given[len(self.function.names) :]
         result = self.function.definition(*arguments)
         results = result if isinstance(result, tuple) else (result,)
@@ -210,7 +221,7 @@ class Gradient(Fused):
         return gradients
 
     def asked(self, arguments: Sequence[Term]) -> tuple[str, ...]:
-        """The names of the arguments whose gradients are given."""
+        """The names of the arguments whose gradients are returned."""
         arrays = zip(self.function.names, map(viewed_whole, arguments))
         return self.wanted or tuple(name for name, x in arrays if x.ndim and x.what[1] in FLOATS)
 
@@ -222,13 +233,13 @@ class Gradient(Fused):
         return self._traced(self.definition_of_all, shapes)
 
     def made_of(self, shapes: tuple[Shape, ...]) -> list[Term]:
-        """What kernels make of it, for arrays of these shapes."""
+        """The terms that kernels make for this gradient, for arrays of these shapes."""
         return pieces(self._whole(shapes).roots, self.sums)
 
     @functools.cached_property
     def without_sums(self) -> Gradient:
-        """The same, whose sums over rows are the framework's: for rows of lengths that no row map adds up. A program, which
-        serves all lengths, makes one or the other."""
+        """The same gradient, with all sums over rows left to the framework, for rows of lengths that no row map can sum over.
+        It is a function of its own because a program serves all lengths."""
         return Gradient(self.function, self.wanted, self.by, self.count, sums=False)
 
     def _traced(self, definition: Callable, shapes: tuple[Shape, ...]) -> Traced:
@@ -237,21 +248,22 @@ class Gradient(Fused):
         return traced(definition, tuple(self.names), shapes)
 
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-        """Where leading axes are rows to the function, they are here."""
+        """See Definition. Leading axes are rows here if they are rows to the function."""
         of_function = len(self.function.names)
         flat, lead = self.function._rows(arrays[:of_function])
         by = [x.reshape(-1, x.shape[-1]) if lead else x for x in arrays[of_function:]]
         return [*flat, *by], lead
 
     def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
-        """The gradients, a tuple: of NumPy's arrays by the definition, in float32; of a GPU's by the fused kernels."""
+        """The gradients, as a tuple. For NumPy arrays they are computed by the definition, in float32; for arrays on a GPU by
+        the fused kernels. TypeError, ValueError: as for the function; or a gradient has not the shape of its result."""
         arrays = self._arguments(given, named)
         if out is None and isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
             return self._ended(arrays, functools.partial(self._by_definition, out=None))
         return self.run(*arrays, out=out, stream=stream)
 
     def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
-        """The same by the fused kernels, of NumPy's arrays in the interpreter."""
+        """The same gradients, computed by the fused kernels, which run on NumPy arrays in the interpreter."""
         if out is not None:
             raise TypeError(f"{self.name}: gives new arrays, and takes no out")
         arrays = self._arguments(given, named)
@@ -260,7 +272,8 @@ class Gradient(Fused):
         return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
 
     def _ended(self, arrays: Sequence[Any], run: Callable) -> tuple[Any, ...]:
-        """The gradients, of pieces that `run` makes."""
+        """The gradients for these arrays. run: makes the pieces, by kernels or by the definition; the framework's operations
+        at the end are done here."""
         flat, _ = self._rows(arrays)
         shapes = self._shapes(flat)
         found = self._whole(shapes)
@@ -281,7 +294,7 @@ class Gradient(Fused):
         return tuple(gradients)
 
     def _by_parts(self, *arrays: Any) -> Any:
-        """The pieces, of torch's tensors, by its own operations in float32."""
+        """The pieces, made from torch's tensors by torch's own operations in float32."""
         shapes = self._shapes(arrays)
         found = self._trace(shapes)
         wide = [cast(x, "float32") if dtype_of(x) in FLOATS else x for x in arrays]
@@ -290,7 +303,8 @@ class Gradient(Fused):
         return tuple([cast(x, root.held_as(first)) for x, root in zip(by_framework(found.roots, known), found.roots)])
 
     def explain(self, *arrays: Any) -> str:
-        """In sentences: which rules were used, what the kernels do, what the roofline says, what the framework does."""
+        """In sentences: which rules were used, what the kernels do, what the roofline estimates, and what the framework does
+        at the end."""
         flat, _ = self._rows(self._arguments(arrays))
         shapes = self._shapes(flat)
         found = self._whole(shapes)
@@ -302,5 +316,5 @@ class Gradient(Fused):
 
 
 def viewed_whole(x: Term) -> Term:
-    """The array that lies in memory, where an argument comes as its transpose."""
+    """The argument's array as it lies in memory, whether the argument is it, its transpose or another view of it."""
     return x.of[0] if x.operation == "transpose" else viewed(x)

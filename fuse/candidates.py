@@ -18,8 +18,8 @@ HIDDEN = dict(zip(PARTS, ("maxima", "sums", "picks"))) | {name: name for name in
 
 
 class Candidate(NamedTuple):
-    """A way to compute what was asked for. way: its kernels. rules: by which the definition was rewritten. roots: into what.
-    measured: seconds on the card, where it was tuned."""
+    """A way to compute a definition. way: the kernels. rules: those by which the definition was rewritten. roots: the terms
+    that it was rewritten to. measured: seconds on the card, if it was tuned."""
 
     way: place.Way
     rules: tuple[Rule, ...]
@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
         return f"{self.way}: {1e6 * self.way.seconds:.1f} us by the roofline{measured}"
 
     def explained(self) -> str:
-        """In sentences, which rules were used and what the kernels do."""
+        """In sentences: which rules were used, what the kernels do, what the roofline estimates."""
         said = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
             "The definition is taken as it stands."
         ]
@@ -44,10 +44,11 @@ class Candidate(NamedTuple):
 
 @functools.lru_cache(1024)
 def candidates(found: Traced, card: Card) -> list[Candidate]:
-    """All that were found, the best by the roofline first; those of fewer rewritings first among equals.
+    """All ways that were found, sorted by the roofline's estimate; among equals the one with fewer kernels and fewer
+    rewritings comes first.
 
-    In fp16, which ends at 65504, a scale that has moved may leave behind what is too large: there only rules that keep the
-    range are used."""
+    fp16 ends at 65504. A scale that was moved may leave something behind that is too large for it, so for fp16 only those
+    rules are used that keep the range."""
     every: dict[tuple[str, ...], Candidate] = {}
     narrow = any(x.what[1] == "float16" for _, x in found.inputs)
     forms = rules.equal(found.roots, found.space, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
@@ -65,7 +66,7 @@ def candidates(found: Traced, card: Card) -> list[Candidate]:
 
 
 def _view(x: Term, parameters: dict[Term, str]) -> str:
-    """The line that makes a view, which has a name from now on."""
+    """The line that makes a view of an array, which it adds to the names in `parameters`."""
     base = parameters[x.of[0]]
     if x.operation == "flat":
         called, made = f"{base}_flat", f"{base}.reshape(-1)"
@@ -85,8 +86,9 @@ def _view(x: Term, parameters: dict[Term, str]) -> str:
 
 
 class Chosen(NamedTuple):
-    """A way as a module. outs: names of the results. scratch: terms that are kept in memory between kernels. written: both.
-    kernels: in the order of their launches. terms: what the launching function is given, one for each parameter."""
+    """A way to compute a definition, as a module. text: the module. outs: the names of the results. scratch: the terms that
+    are kept in memory between kernels. written: the results and those. kernels: in the order of their launches. terms: the
+    term that each parameter of the module's `launch` stands for."""
 
     text: str
     outs: tuple[str, ...]
@@ -98,14 +100,14 @@ class Chosen(NamedTuple):
 
 @functools.lru_cache(1024)
 def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
-    """The module of a way to compute what was traced. An argument has another name there if a kernel has its own for it."""
+    """The module of a candidate. Arguments keep their names, except where the module uses a name for something else."""
     marks = [f"argument{n}a" for n in range(len(found.inputs))]
     names = module.free([key for key, _ in found.inputs], marks, _module(name, found, candidate, marks).text)
     return _module(name, found, candidate, names)
 
 
 def _module(name: str, found: Traced, candidate: Candidate, names: Sequence[str]) -> Chosen:
-    """The same, with the arguments called by these names."""
+    """The module, with the arguments called by these names."""
     way = candidate.way
     parameters = {x: its for (_, x), its in zip(found.inputs, names)} | dict(zip(candidate.roots, found.outs))
     scratch = [x for kernel in way.kernels for x in kernel.roots if x not in parameters]

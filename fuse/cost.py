@@ -15,8 +15,9 @@ LAUNCH = 1.5e-6  # seconds that one kernel more adds to a graph of several
 
 @dataclass(frozen=True)
 class Card:
-    """What a card can do. bytes, products, maps: a second; products are of 16-bit matrices, 2 operations each. wgmma: has it
-    that? fp8: and conversions to and from this?"""
+    """What a card can do. processors: how many multiprocessors it has. bytes, products, maps: what it does in a second: bytes
+    from memory, operations of 16-bit matrix products (a multiplication and an addition are two), operations on single
+    elements. wgmma: has it these instructions? fp8: can it convert to and from fp8?"""
 
     name: str
     processors: int
@@ -27,7 +28,8 @@ class Card:
     fp8: bool = True
 
     def seconds(self, kernel: Any) -> float:
-        """Of a kernel that says its `bytes`, `operations` of the tensor cores and `maps`."""
+        """The least time that a kernel takes by the roofline. kernel: an object that says how many `bytes`, `operations` of
+        the tensor cores and `maps` it needs."""
         products, maps = kernel.operations / self.products, kernel.maps / self.maps
         busy = max(products, maps) if self.wgmma else products + maps  # mma.sync takes its turns with all else that a warp does
         return LAUNCH + max(kernel.bytes / self.bytes, busy)
@@ -37,13 +39,14 @@ H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)
 
 
 def card_of(arch: str) -> Card:
-    """An H200; of other architectures what an H200 would be with no more than all cards have."""
+    """The Card that stands for an architecture: an H200 for sm_90a, and for others an H200 without wgmma, and without fp8
+    where they lack it."""
     return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False, fp8=arch not in ("sm_80", "sm_86"))
 
 
 @functools.cache
 def card(ordinal: int | None) -> Card:
-    """The card of this CUDA ordinal; None, where kernels are interpreted, is an H200."""
+    """The Card of the GPU with this CUDA ordinal. None, for the interpreter, gives an H200."""
     if ordinal is None:
         return H200
     gpu = device(ordinal)

@@ -11,7 +11,8 @@ computes it once more from the arguments, so nothing but them is kept between th
 numbers are multiplied here: what is added twice is twice that, and what cancels is gone.
 
 Of a maximum nothing may come back where it only shifts what an exp is of, as in softmax: its gradient is then zero whatever
-the numbers are, which identity testing finds (proof.py). So softmax and the logarithm of a sum of exponentials need no rule."""
+the numbers are, which identity testing finds (identity.py). So softmax needs no rule, nor does the logarithm of a sum of
+exponentials."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from . import terms
 from .axes import same
 from .functions import CASTS
 from .graph import along, walk
+from .identity import identity
 from .language import where
 from .rules import factors, product
 from .terms import Term
@@ -33,33 +35,33 @@ NORMAL = 1 / math.sqrt(2 * math.pi)  # of a normal distribution, where it is gre
 
 
 class NoRule(TypeError):
-    """There is no rule for an operation here, or none for what broadcasts so: what."""
+    """There is no rule for the gradient of an operation, or for the way in which it broadcasts; the message says which."""
 
 
 class Part(NamedTuple):
-    """A part of a gradient: a number times a term."""
+    """A part of a gradient: the number `by` times the term."""
 
     by: float
     term: Term
 
     def times(self, other: Term) -> Part:
-        """Times another term, whose numbers are taken out."""
+        """The product with another term. A number is multiplied into `by`."""
         if other.operation == "number":
             return Part(self.by * other.what, self.term)
         return self._replace(term=self.term * other)
 
     def over(self, other: Term) -> Part:
-        """Divided by it."""
+        """The quotient by another term. A number is divided into `by`."""
         if other.operation == "number":
             return Part(self.by / other.what, self.term)
         return self._replace(term=self.term / other)
 
     def scaled(self, number: float) -> Part:
-        """Times a number."""
+        """The product with a number."""
         return self._replace(by=self.by * number)
 
     def where(self, mask: Term, otherwise: bool = False) -> Part:
-        """Where a mask holds, or where it does not; else 0."""
+        """The part where a mask holds, or with `otherwise` where it does not hold, and 0 elsewhere."""
         return self._replace(term=where(mask, 0.0, self.term) if otherwise else where(mask, self.term, 0.0))
 
 
@@ -115,7 +117,7 @@ def _concat(g: Part, y: Term, *of: Term) -> Sequence[Part]:
 
 
 def _linear(operation: Callable[[Term, Term], Term]) -> Back:
-    """The rule of what moves elements of its first argument, and no more."""
+    """The rule of an operation that only moves elements of its first argument: the gradient is moved back by `operation`."""
     return lambda g, y, x, *rest: (Part(g.by, operation(_whole(g.term, y), y)), *[None] * len(rest))
 
 
@@ -156,8 +158,8 @@ for _comparison in ("less", "less_equal", "greater", "greater_equal"):
 
 
 def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: Sequence[Term]) -> list[Term | None]:
-    """The gradients of these arguments; None of one that no root depends on. by: of roots, their own gradients, of which one
-    may have several, where it is given back twice. NoRule, which says what has none."""
+    """The gradients with respect to the `wanted` terms; None where no root depends on one. by: for each root its own
+    gradients; there are several if a function returns the same term twice. NoRule: an operation on the way has no gradient."""
     every = list(walk(*roots))
     leads = set(wanted)
     for x in every:
@@ -181,7 +183,7 @@ def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: 
 
 
 def _added(parts: Sequence[Part]) -> Part | None:
-    """Their sum, equal terms being one; None: there is nothing left of it."""
+    """The sum of the parts, in which equal terms are joined; None if they cancel."""
     numbers: dict[Term, float] = {}
     for part in _totals_as_one(parts):
         numbers[part.term] = numbers.get(part.term, 0.0) + part.by
@@ -198,7 +200,7 @@ def _added(parts: Sequence[Part]) -> Part | None:
 
 
 def _totals_as_one(parts: Sequence[Part]) -> list[Part]:
-    """With totals over the same axes as the total of what they are of."""
+    """The parts with totals over the same axes joined: the sum of totals becomes the total of a sum."""
     totals: dict[tuple, list[Part]] = {}
     for by, x in parts:
         if x.operation == "total":
@@ -211,7 +213,7 @@ def _totals_as_one(parts: Sequence[Part]) -> list[Part]:
 
 
 def _side_by_side(parts: Sequence[Part]) -> Term | None:
-    """The sum of two halves that came back apart; None if that is not what these are."""
+    """If the two parts are gradients by the two halves of one row, these halves side by side, as one term; otherwise None."""
     if len(parts) != 2 or not all(part.term.operation == "concat" for part in parts):
         return None
     (a, zero), (none, b) = sorted((part.term.of for part in parts), key=lambda of: _is_nothing(of[0]))
@@ -223,17 +225,18 @@ def _side_by_side(parts: Sequence[Part]) -> Term | None:
 
 
 def _is_nothing(x: Term) -> bool:
-    """Is it something times 0, as _half makes it?"""
+    """Is it a product with 0, as _half makes it for the other half of the row?"""
     return x.operation == "mul" and x.of[1].operation == "number" and x.of[1].what == 0
 
 
 def _written(part: Part) -> Term:
-    """The part as one term."""
+    """The part as a term."""
     return part.term if part.by == 1 else -part.term if part.by == -1 else part.term * part.by
 
 
 def _fitted(part: Part, x: Term, y: Term) -> Part | None:
-    """What comes back from x to y, summed over the axes along which y was broadcast; None if nothing does."""
+    """The gradient that an operation x returns to its operand y, summed over the axes along which y was broadcast; None if it
+    is 0."""
     term = part.term
     has = (None,) * (x.ndim - term.ndim) + term.names
     needs = (None,) * (x.ndim - y.ndim) + y.names
@@ -253,8 +256,8 @@ def _fitted(part: Part, x: Term, y: Term) -> Part | None:
 
 
 def _summed(x: Term) -> Part | None:
-    """The sum of each row, with numbers of rows taken out of it, so that few reductions must wait for others; None if it is 0,
-    as that of what a mean was taken from."""
+    """The sum of each row. Factors that are one number for each row are taken out of the sum, so that fewer reductions have to
+    wait for others. None if the sum is 0 for all inputs, such as that of x - mean(x)."""
     scales, inner = _scales_apart(x)
     if scales and inner is not None:
         found = _summed(inner)
@@ -272,13 +275,14 @@ def _summed(x: Term) -> Part | None:
 
 
 def _scales_apart(x: Term) -> tuple[list[tuple[str, Term]], Term | None]:
-    """The factors that have no columns, and the product of those that do."""
+    """(the factors of x that are one number for each row, the product of all other factors)"""
     parts = factors(x)
     return [one for one in parts if not along(one[1])], product([one for one in parts if along(one[1])])
 
 
 def _whole(g: Term, like: Term) -> Term:
-    """A gradient that has all axes that what it is of has. NoRule: it is the same for all of some axis."""
+    """A gradient that has all axes of the term that it belongs to. NoRule: it lacks one, because it is the same along that
+    axis."""
     ours, its = ((None,) * (max(g.ndim, like.ndim) - x.ndim) + x.names for x in (g, like))
     for axis, wanted in zip(ours, its):
         if (axis is None) != (wanted is None):
@@ -288,20 +292,19 @@ def _whole(g: Term, like: Term) -> Term:
 
 
 def _turned(g: Term) -> Term:
-    """The transpose of a gradient: that of a product is the product of its factors' transposes."""
+    """The transpose of a gradient. That of a.T @ b is b.T @ a, so that the product itself need not be transposed."""
     if g.operation == "matmul" and g.of[0].operation == "transpose":
         return terms.transpose(g.of[1]) @ g.of[0].of[0]
     return terms.transpose(g)
 
 
 def _is_zero(x: Term) -> bool:
-    """Is it 0 whatever the numbers are? Lengths say nothing of that, so what was found is known of others, too."""
+    """Is the term 0 for all inputs? Identity testing finds it out (identity.py). The answer does not depend on lengths, so it
+    is kept for equal terms of other lengths."""
     order = {y: n for n, y in enumerate(walk(x))}
     what = [y.what if y.operation in ("number", "half", "total") else y.operation == "input" and y.what[0] for y in order]
     key = tuple([(y.operation, *map(order.get, y.of), its, *map(bool, y.names)) for y, its in zip(order, what)])
     if key not in ZEROS:
-        from .proof import identity
-
         try:
             ZEROS[key] = identity([x], [x * 2.0]).equal
         except ValueError:  # something has no inverse

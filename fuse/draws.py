@@ -23,7 +23,8 @@ def kept(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
 
 
 def kept_in_torch(x: Any, p: float, seed: Any) -> Any:
-    """The same by torch's ops, for a tensor x and a tensor of one seed: products of two words wrap to the same 64 bits."""
+    """The same by torch's ops, for a tensor x and a tensor of one seed. Words of 32 bits are held in int64, where the product
+    of two of them wraps to the right 64 bits."""
     torch = sys.modules["torch"]
     i, j = (torch.arange(n, device=x.device) for n in (math.prod(x.shape[:-1]), x.shape[-1]))
     i = i[:, None]

@@ -17,14 +17,15 @@ WRITTEN: dict[int, list[tuple[int, int]]] = {}  # by stream: from where to where
 
 
 class Early(NamedTuple):
-    """A step: a launch that is early where it may be. reads: its weights. writes: its results."""
+    """A step of a program: a launch that begins before the launch ahead of it has ended, if that one does not write what it
+    reads early. reads: what it reads early, its weights. writes: its results."""
 
     launch: Recorded
     reads: Sequence[Operand]
     writes: Sequence[Operand]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """At this stream and these addresses."""
+        """Launch on this stream, with operands at these addresses."""
         reads, written = self.ranges(self.reads, addresses), WRITTEN.get(stream, ())
         waits = any([low < end and start < high for low, high in reads for start, end in written])
         bound = self.launch.late if waits else self.launch.bound
@@ -33,5 +34,5 @@ class Early(NamedTuple):
 
     @staticmethod
     def ranges(operands: Sequence[Operand], addresses: Sequence[int]) -> list[tuple[int, int]]:
-        """From where to where these lie."""
+        """(begin, end) of the memory of each operand."""
         return [(addresses[x.source], addresses[x.source] + x.form.extent) for x in operands]

@@ -17,7 +17,8 @@ DRAWS = 64  # of random numbers
 
 
 class Arithmetic(Protocol):
-    """What numbers are, and what can be done with them."""
+    """What the numbers are that terms are evaluated with, and what can be done with them. A method for each kind of operation;
+    `length` and `count` are the extent of an axis, as a number of this arithmetic and as an integer."""
 
     def number(self, value: float) -> Any: ...
 
@@ -41,8 +42,8 @@ class Arithmetic(Protocol):
 
 
 class InNumPy:
-    """NumPy's, each step rounded to a dtype: float64 for references, that of the inputs for the yardstick of the error rule
-    (products are summed in float32 and rounded once, as tensor cores do)."""
+    """NumPy's arithmetic, in which each step is rounded to a dtype: float64 for references, the dtype of the inputs for the
+    yardstick of the error rule. Products are summed in float32 and rounded once, as the tensor cores do it."""
 
     def __init__(self, dtype: Any):
         self.dtype = np.dtype(dtype)
@@ -84,7 +85,7 @@ class InNumPy:
 
 
 def picked(x: Any, index: Any, otherwise: Any) -> Any:
-    """The element of each row at a column, something else where there is no such column."""
+    """The element of each row at the column that `index` names; `otherwise` where there is no such column."""
     columns = np.asarray(index).astype(np.int64)[..., None]
     inside = (columns >= 0) & (columns < x.shape[-1])
     if not x.shape[-1]:
@@ -93,13 +94,13 @@ def picked(x: Any, index: Any, otherwise: Any) -> Any:
 
 
 def seen(x: Any, otherwise: Any) -> Any:
-    """Scores where a query sees a key, something else where it does not."""
+    """The scores where a query sees a key under a causal mask, and `otherwise` elsewhere."""
     queries, keys = x.shape[-2:]
     return np.where(np.tri(queries, keys, keys - queries, dtype=bool), x, otherwise)
 
 
 def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithmetic) -> list[Any]:
-    """The values of these terms. given: those of inputs, by name."""
+    """The values of these terms. given: the values of the inputs, by name. arithmetic: what is computed with."""
     values: dict[int, Any] = {}
     for x in walk(*roots):
         of = [values[id(y)] for y in x.of]
@@ -159,7 +160,7 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
 
 
 def _total(arithmetic: Arithmetic, x: Any, places: Sequence[int]) -> Any:
-    """The sum over these axes, taken at once."""
+    """The sum over these axes, which stay with length 1, in one reduction."""
     ends = range(-len(places), 0)
     moved = np.moveaxis(x, places, ends)
     rows = arithmetic.reduce("sum", moved.reshape(*moved.shape[: -len(places)], -1))
@@ -179,7 +180,7 @@ def _among(arithmetic: Arithmetic, x: Any, index: Any, like: Any) -> Any:
 
 
 def _of_parts(operation: str, arithmetic: Arithmetic, count: int, x: Any, *index: Any) -> Any:
-    """What terms.of_parts says, of so many parts, whatever their lengths."""
+    """The value of terms.of_parts with `count` parts, of whatever lengths."""
     parts, found, at = np.array_split(x, count, -1), [], 0
     for part in parts:
         greatest = arithmetic.reduce("max", part)
@@ -194,8 +195,9 @@ def _of_parts(operation: str, arithmetic: Arithmetic, count: int, x: Any, *index
 
 
 def beyond(root: Term, leaves: Sequence[Term]) -> np.ndarray:
-    """What a map is beyond a row's end, where tiles and vectors that are read hold zeros, each time with other numbers for what
-    has no columns; but for those that make the whole row no number. A sum must find nothing but zeros there."""
+    """What a map of elements yields beyond the end of a row, where the tiles and vectors that it reads hold zeros. A sum along
+    the row is right only if that is 0. Each of the values returned is for other random numbers in place of what has no
+    columns; draws in which such a number itself becomes infinite or NaN are left out."""
     rng, known, ends = np.random.default_rng(0), dict[Term, np.ndarray](), set(leaves)
     counts = np.ones(DRAWS, bool)
     for x in between([root], leaves, with_leaves=True):

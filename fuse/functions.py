@@ -2,7 +2,7 @@
 
     "silu": Map(1, numpy=..., torch=..., written="silu({})")
 
-In a proof a map is opaque unless `field` says what it is in a field of numbers (proof.py)."""
+In a proof a map is opaque unless `field` says what it is in a field of numbers (identity.py)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CASTS = {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8e4m3": fp8e4m3}  # maps t
 
 
 class Map(NamedTuple):
-    """One function of elements. arity: of how many. numpy: its meaning. torch: the name of torch's function. written: in a
-    kernel, in terms of its arguments; binds: how strongly, as Python's operators do. field: its name among a field's
-    operations."""
+    """A function of elements. arity: how many arguments it takes. numpy: its meaning. torch: the name of torch's function.
+    written: how a kernel writes it, with a gap for each argument. field: the name of the operation that it is in a field of
+    numbers (identity.py), "" if it is none."""
 
     arity: int
     numpy: Callable

@@ -12,13 +12,13 @@ from tiles.frameworks import describe
 
 
 def in_order(results: Any) -> Any:
-    """What a definition returns; of a dictionary its values."""
+    """The results of a definition as a tuple or one array; a dictionary gives its values."""
     return tuple(results.values()) if isinstance(results, dict) else results
 
 
 def as_rows(out: Any, lead: tuple[int, ...]) -> Any:
-    """An array for a result, whose leading axes are one. ValueError: it has others, or they do not lie as one, so that reshape
-    would copy it and the result go astray."""
+    """The array for a result, with its leading axes joined into one. ValueError: its leading axes are not `lead`, or their
+    strides do not allow a view: reshape would copy the array, and the result would be written to the copy."""
     if tuple(out.shape[:-1]) != lead:
         raise ValueError(f"out: must have the result's leading axes, {lead}: out.shape={tuple(out.shape)}")
     strides = out.stride() if hasattr(out, "stride") else describe(out, "out").form.strides
@@ -29,7 +29,7 @@ def as_rows(out: Any, lead: tuple[int, ...]) -> Any:
 
 
 def written(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The results, where they were to go. ValueError: one has another shape."""
+    """The results, each copied into the array that was given for it, if one was. ValueError: that array has another shape."""
     for target, x in zip(outs, results):
         if target is not None:
             if tuple(target.shape) != tuple(x.shape):
@@ -39,7 +39,7 @@ def written(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
 
 
 def index_values(name: str, among: int) -> Values:
-    """What an index into so many must be."""
+    """What the check of an argument asks of an index into `among` things (tiles/checks.py)."""
 
     def wrong(values: np.ndarray, extents: Any) -> Any:
         beyond = np.argwhere(values >= among)
@@ -49,15 +49,15 @@ def index_values(name: str, among: int) -> Values:
 
 
 def refuse_index(name: str, index: np.ndarray, among: int) -> None:
-    """ValueError that names an index which chooses what is not there."""
+    """ValueError, which names the index, if one of its numbers is `among` or more."""
     Check([(name, 0, describe(index, name).form, index_values(name, among))], {}).run(0, [index.ctypes.data])
 
 
 def dtype_of(x: Any) -> str:
-    """The name of an array's dtype, "" of a number."""
+    """The name of an array's dtype; "" for a number."""
     return str(getattr(x, "dtype", "")).removeprefix("torch.")
 
 
 def cast(x: Any, dtype: str) -> Any:
-    """An array of another dtype."""
+    """The array in another dtype, for arrays of NumPy, JAX and torch."""
     return x.to(getattr(sys.modules["torch"], dtype)) if hasattr(x, "to") else x.astype(np.dtype(dtype))

@@ -5,6 +5,7 @@ Torch is never imported before a caller has."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ ROWS = 16, 64, 4096  # for which it is decided whether kernels or parts serve
 
 
 def wants_gradient(arrays: Sequence[Any]) -> bool:
-    """Is one of them a tensor of torch's that requires grad, while grad mode is on?"""
+    """Does torch want a gradient of a call on these arrays?"""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
@@ -39,8 +40,9 @@ def wants_gradient(arrays: Sequence[Any]) -> bool:
 
 
 def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
-    """function.run(*arrays), and its gradient. Where torch.compile traces the call and kernels do not give all that is asked
-    for, it is given the parts, of which it makes its own kernels, forward and backward. So are torch.func's transforms."""
+    """function.run(*arrays), which torch's autograd can differentiate. The definition's parts run instead under torch.func's
+    transforms, and under torch.compile if kernels do not compute all gradients that are needed: torch.compile then makes
+    kernels of its own, forward and backward."""
     from .autograd import OfFused
 
     if transformed():
@@ -51,7 +53,7 @@ def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
 
 
 class Gradients:
-    """The gradients of a function that were asked for."""
+    """The gradients of a fused function: what was made and found out for those that were asked for."""
 
     def __init__(self, function: Fused):
         self.function = function
@@ -60,13 +62,14 @@ class Gradients:
         self.op, self.all_of = _constant(self._op), _constant(self._all_of)
 
     def by_all(self) -> Gradient:
-        """That by all arguments that have one, of all results, however many there are."""
+        """The gradient with respect to all arguments that can have one, given the gradients with respect to all results."""
         from .backward import Gradient
 
         return Gradient(self.function)
 
     def of(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> Gradient:
-        """That by some arguments alone, where the gradients by those of `count` results are given whose places are `by`."""
+        """The gradient with respect to the `wanted` arguments. by: the places, among `count` results, of those whose gradients
+        are given."""
         key = wanted, by, count
         if key not in self.made:
             from .backward import Gradient
@@ -77,8 +80,8 @@ class Gradients:
     def by_kernels(
         self, arrays: Sequence[Any], by: Sequence[Any], wanted: tuple[str, ...]
     ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
-        """The arguments, among those that are wanted, whose gradients kernels compute, and what computes them. arrays: as the
-        function's kernels have them. by: the gradients by the results, or None."""
+        """(the wanted arguments whose gradients kernels compute, a function that computes these). arrays: the arguments, their
+        leading axes joined. by: the gradients with respect to the results, None where there is none."""
         places, given = tuple(n for n, g in enumerate(by) if g is not None), [g for g in by if g is not None]
         shapes = coarse([*self.function._shapes(arrays), *[shape_of(g, "gradient") for g in given]])
         key = shapes, wanted, places, len(by), ordinal_of(arrays)
@@ -88,7 +91,7 @@ class Gradients:
         return names, lambda: self.of(names, places, len(by)).run(*arrays, *given) if names else ()
 
     def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
-        """Do kernels compute all gradients that are needed? Torch.compile asks, before it knows lengths."""
+        """Do kernels compute all gradients that are needed? torch.compile asks this, before it knows lengths."""
         device = next(x.device for x in arrays if hasattr(x, "shape"))
         ordinal = device.index if device.type == "cuda" else None
         return self.all_of(kinds_of(self.function._shapes(arrays)), tuple(needed), ordinal)
@@ -102,7 +105,8 @@ class Gradients:
         return bool(_ways(made, shapes, card(ordinal)))  # what they cost follows from lengths
 
     def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
-        """The name of the torch op that computes a gradient; torch.compile keeps it whole."""
+        """The name of the torch op that computes this gradient, which is registered if it is not yet. torch.compile does not
+        look into it."""
         key = "op", wanted, by, count
         if key not in self.known:
             from . import autograd
@@ -113,6 +117,13 @@ class Gradients:
         return self.known[key]
 
     def of_program(
+        self, outs: tuple[str, ...], names: tuple[str, ...], options: Mapping[str, Any], layout: str
+    ) -> Callable[..., dict[str, Any]]:
+        """The gradients with respect to these arguments, as a function: JAX asks the program of a fused function for it (see
+        `gradient` of tiles.program). outs: what results are called. options: the arguments that are numbers."""
+        return functools.partial(self._of_program, outs, names, options)
+
+    def _of_program(
         self,
         outs: tuple[str, ...],
         names: tuple[str, ...],
@@ -121,8 +132,8 @@ class Gradients:
         made: Mapping[str, Any],
         by: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The gradients of the program's arrays of these names, as JAX asks for them (tiles.program). outs: what results are
-        called. NotImplementedError: kernels do not compute one."""
+        """The gradients by name. given: the arrays. made: the results. by: the gradients with respect to results, of those that
+        have one. NotImplementedError: kernels do not compute one that is wanted."""
         if not by:
             return {}
         arrays = [options[name] if name in options else given[name] for name in self.function.names]
@@ -135,9 +146,9 @@ class Gradients:
     def _served(
         self, shapes: tuple[Shape, ...], wanted: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
     ) -> tuple[str, ...]:
-        """Those of the arguments `wanted` whose gradients kernels compute, which the roofline says is faster than the parts:
-        all together, or else one by one. shapes: of the arguments, and of the gradients by those of `count` results that are
-        at `by`."""
+        """Those of the `wanted` arguments whose gradients kernels compute, and faster than parts would by the roofline: all of
+        them together, or else those that pass one by one. shapes: those of the arguments, followed by those of the gradients
+        with respect to the results at the places `by` among `count`."""
         at = card(ordinal)
         if _is_served(self.of(wanted, by, count), shapes, at):
             return wanted
@@ -146,7 +157,8 @@ class Gradients:
 
 
 def _constant(function: Callable) -> Callable:
-    """The function, which Dynamo calls without a look inside, and whose result it takes for a constant."""
+    """The same function, marked so that Dynamo calls it while it traces, without a look inside, and takes what it returns for
+    a constant."""
 
     def called(*given):
         return function(*given)
@@ -156,7 +168,7 @@ def _constant(function: Callable) -> Callable:
 
 
 def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
-    """Do kernels compute it, and faster than parts would?"""
+    """Do kernels compute the gradient, and by the roofline faster than parts would?"""
     ways = _ways(gradient, shapes, at)
     if not ways or not ways[0].kernels:  # the framework does it all
         return bool(ways)
@@ -164,7 +176,7 @@ def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
 
 
 def _ways(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[Way]:
-    """The ways to compute it, none if there are none, the best first."""
+    """The ways to compute the gradient, the best first; none if an operation has no rule or no template serves it."""
     try:
         if not gradient.made_of(shapes):
             return [Way((), 0.0)]
@@ -174,7 +186,7 @@ def _ways(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[Way]:
 
 
 def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:
-    """What these take at least where each operation is a launch of its own."""
+    """By the roofline, the least time for these terms where each operation is a launch of its own."""
     found = 0.0
     for x in graph.walk(*roots):
         if x.of and viewed(x) is x and x.names:
@@ -184,7 +196,8 @@ def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:
 
 
 def coarse(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Shapes as a decision depends on them: rows are few, some or many, where no columns are as many."""
+    """Shapes with the number of rows rounded up to one of ROWS, so that one decision serves similar calls. They stay as they
+    are if an array has as many columns as rows, because the two could not be told apart then."""
     first = next(s.extents for s in shapes if s.extents)
     rows = first[-2] if len(first) > 1 else 1
     if rows == 1 or any(s.extents[-1] == rows for s in shapes if len(s.extents) > 1):

@@ -13,7 +13,7 @@ from .terms import INDEX, PARTS, Term
 
 
 def walk(*roots: Term) -> Iterator[Term]:
-    """Every term that these are made of, each once, and after those that it is of."""
+    """All terms that the roots are made of, themselves included, each once, and after its operands."""
     seen: set[int] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -27,7 +27,8 @@ def walk(*roots: Term) -> Iterator[Term]:
 
 
 def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = False) -> list[Term]:
-    """The terms that lead from leaves to roots, each after its parts."""
+    """The terms on the way from leaves to roots, each after its operands. The leaves themselves are left out, unless
+    with_leaves."""
     ends, found, stack = set(leaves), set(), list(roots)
     while stack:
         x = stack.pop()
@@ -39,22 +40,22 @@ def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = F
 
 
 def is_tile(x: Term) -> bool:
-    """Has it rows and columns? Several of them may lie one behind the other: a batch."""
+    """Has the term rows and columns? It may also have a batch of them."""
     return x.ndim in (2, 3) and x.names[-2] is not None and x.names[-1] is not None
 
 
 def along(x: Term) -> bool:
-    """Has it columns? An index has a number for each row."""
+    """Has the term columns? An index has none: it has one number for each row."""
     return x.ndim > 0 and x.names[-1] is not None and not is_index(x)
 
 
 def is_index(x: Term) -> bool:
-    """Is it an argument of integers, one for each row?"""
+    """Is the term an argument of integers, one for each row?"""
     return x.operation == "input" and x.ndim == 1 and x.names[0] is not None and x.what[1] in INDEX
 
 
 def softmax_of(x: Term) -> Term | None:
-    """What it is the softmax of, if it is one: exp(s - max(s)) / sum(exp(s - max(s)))."""
+    """The term s, if x is exp(s - max(s)) / sum(exp(s - max(s))), its softmax; otherwise None."""
     if x.operation != "div" or x.of[1].operation != "sum" or x.of[0] is not x.of[1].of[0] or x.of[0].operation != "exp":
         return None
     shifted = x.of[0].of[0]
@@ -64,12 +65,13 @@ def softmax_of(x: Term) -> Term | None:
 
 
 def inputs(*roots: Term) -> list[Term]:
-    """The arguments that these read."""
+    """The arguments that these terms read."""
     return [x for x in walk(*roots) if x.operation == "input"]
 
 
 def axes(*terms: Term) -> list[str]:
-    """The axes of each term, a letter an axis; those that are one have one. Those of length 1 alone have each their own."""
+    """The axes of each term as a string, a letter for each axis. The same axis has the same letter everywhere; each axis of
+    length 1 has a letter of its own."""
     letters = itertools.chain("mknabcdfghijlopqruvwxyz", map(chr, itertools.count(0x100)))
     known: dict[Axis, str] = {}
     found = []
@@ -83,7 +85,7 @@ def axes(*terms: Term) -> list[str]:
 
 
 def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
-    """The arguments that choose, and among how many: an axis and its extent."""
+    """{index argument: (the axis that it chooses along, its extent)} of all indices in these terms."""
     found: dict[Term, tuple[Axis | None, int]] = {}
     for x in walk(*roots):
         if x.operation == "pick":
@@ -98,7 +100,7 @@ def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
 
 
 def rebuilt(x: Term, of: Sequence[Term]) -> Term:
-    """The same operation on other terms."""
+    """The operation of x on other operands."""
     if x.operation in MAPS:
         return terms.apply(x.operation, *of)
     if x.operation in ("sum", "max"):

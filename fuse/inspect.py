@@ -35,8 +35,8 @@ DTYPES = {"fp8": "float8_e4m3fn", "int64": "int64"}
 
 
 class Case(NamedTuple):
-    """An operator on arrays of some lengths. turned: do its weights lie as their transposes? gradient: is it that by all its
-    arguments?"""
+    """An operator on arrays of some lengths. turned: do its weights lie in memory as their transposes? gradient: is it the
+    gradient with respect to all arguments?"""
 
     name: str
     rows: int
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     @property
     def operator(self) -> Fused:
-        """What is compiled."""
+        """The fused function that is compiled."""
         return getattr(operators, self.name).gradient if self.gradient else getattr(operators, self.name)
 
     def __str__(self):
@@ -55,7 +55,8 @@ class Case(NamedTuple):
 
 
 def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
-    """Those that are inspected. only: of operators whose names have one of these in them. arch: one that has fp8 or not."""
+    """The cases to inspect on an architecture, which may lack fp8. only: if given, operators whose names contain one of
+    these."""
     for name in filter(described, operators.__all__):
         served = card_of(arch).fp8 or "fp8" not in (getattr(operators, name).__doc__ or "")
         if served and (not only or any(one in name for one in only)):
@@ -66,31 +67,31 @@ def cases(only: Sequence[str] = (), arch: str = "sm_90a") -> Iterator[Case]:
 
 
 def described(name: str) -> bool:
-    """Does its docstring say the shapes of all arrays?"""
+    """Does the operator's docstring say the shapes of all arrays?"""
     operator = getattr(operators, name)
     said = letters(operator)
     return all(one in said or p.default is not p.empty for one, p in operator.signature.parameters.items())
 
 
 def of_weights(shape: str) -> bool:
-    """Is what lies so a matrix of weights, which has no rows?"""
+    """Is an array of this shape, as the docstring says it, a matrix of weights, one without rows of the input?"""
     return shape.count(",") == 1 and not any(rows in shape for rows in WITH_ROWS)
 
 
 def letters(operator: Fused) -> dict[str, str]:
-    """What an operator's docstring says first of the shapes of its arguments: {"w": "K, N"}."""
+    """The shapes of an operator's arguments as its docstring says them: {"w": "K, N"}."""
     found = reversed(SAYS.findall(operator.__doc__ or ""))
     return {name: shape.removesuffix(",") for names, shape, _ in found for name in names.split(", ")}
 
 
 def dtypes(operator: Fused) -> dict[str, str]:
-    """What it says of the dtypes of those that have another than the first."""
+    """{argument: dtype} of the arguments of which the docstring says that they have another dtype than the first."""
     found = SAYS.findall(operator.__doc__ or "")
     return {name: DTYPES[dtype] for names, _, dtype in found for name in names.split(", ") if dtype in DTYPES}
 
 
 def shapes(case: Case) -> tuple[Shape, ...]:
-    """Of the arguments; what the docstring does not mention is a number."""
+    """The shapes of a case's arguments. An argument that the docstring does not mention is a number."""
     operator = getattr(operators, case.name)
     said, held, found = letters(operator), dtypes(operator), []
     lengths = LENGTHS | (OF_HEADS if any("S" in shape.split(", ") for shape in said.values()) else {})
@@ -104,20 +105,20 @@ def shapes(case: Case) -> tuple[Shape, ...]:
 
 
 def compiled(case: Case, arch: str) -> list[Figures]:
-    """The kernels that serve it there, in the order of their launches, without attention's own: `python -m attention inspect`
-    has these."""
+    """What the kernels of a case are on an architecture, in the order of their launches. Attention's own are left out: `python
+    -m attention inspect` has them."""
     every = case.operator.launches(shapes(case), card_of(arch))
     ours = [one for one in every if not one[0].py_func.__module__.startswith("attention.")]
     return [figures(kernel, types, arch, shared, threads) for kernel, types, threads, shared in ours]
 
 
 def bad(one: Figures) -> bool:
-    """Does it spill, use local memory, warn, or not fit a multiprocessor?"""
+    """Does the kernel spill, use local memory, warn, or not fit a multiprocessor?"""
     return bool(one.spill_bytes or one.local_bytes or one.warnings or not (one.occupancy and one.occupancy.blocks))
 
 
 def row(arch: str, case: Case) -> tuple[str, bool]:
-    """A line for each kernel, and whether one is bad."""
+    """(a line for each kernel of a case, whether one of them is bad)"""
     every = compiled(case, arch)
     lines = [
         f"{arch:8} {case!s:42} {one.title:32} {one.registers:4} registers {one.spill_bytes:4} spilled "

@@ -42,7 +42,7 @@ def _map(name: str):
 
 
 def _torch(x: Any) -> bool:
-    """Is it a tensor of torch's?"""
+    """Is it one of torch's tensors?"""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -64,38 +64,39 @@ where = _map("where")
 
 
 def sum(x: Any, axis: int = -1) -> Any:
-    """The sum of each row, an axis of length 1."""
+    """The sum of each row. x (..., N) gives (..., 1). axis: in a fused function the last one (TypeError)."""
     if isinstance(x, Term):
         return terms.reduce("sum", x, axis)
     return x.sum(axis, keepdim=True) if _torch(x) else np.sum(x, axis, keepdims=True)
 
 
 def max(x: Any, axis: int = -1) -> Any:
-    """The greatest element of each row, an axis of length 1."""
+    """The greatest element of each row. x (..., N) gives (..., 1). axis: as in sum."""
     if isinstance(x, Term):
         return terms.reduce("max", x, axis)
     return x.amax(axis, keepdim=True) if _torch(x) else np.max(x, axis, keepdims=True)
 
 
 def mean(x: Any, axis: int = -1) -> Any:
-    """The mean of each row, an axis of length 1."""
+    """The mean of each row. x (..., N) gives (..., 1). axis: as in sum."""
     return sum(x, axis) / (terms.length(x) if isinstance(x, Term) else x.shape[axis])
 
 
 def var(x: Any, axis: int = -1) -> Any:
-    """The variance of each row, the mean of (x - mean(x))^2, an axis of length 1."""
+    """The variance of each row, mean((x - mean(x))^2). x (..., N) gives (..., 1). axis: as in sum."""
     centred = x - mean(x, axis)
     return mean(centred * centred, axis)
 
 
 def softmax(x: Any, axis: int = -1) -> Any:
-    """exp(x - max(x)) / sum(exp(x - max(x))) of each row."""
+    """exp(x - max(x)) / sum(exp(x - max(x))) of each row. x (..., N) gives (..., N). axis: as in sum."""
     e = exp(x - max(x, axis))
     return e / sum(e, axis)
 
 
 def concatenate(parts: Any, axis: int = -1) -> Any:
-    """Matrices side by side."""
+    """The arrays side by side: (..., N), (..., M), ... give (..., N + M + ...). In a fused function all must have the same
+    rows (ValueError), and axis must be the last one (TypeError)."""
     if not any(isinstance(x, Term) for x in parts):
         return sys.modules["torch"].cat(parts, axis) if _torch(parts[0]) else np.concatenate(parts, axis)
     if axis not in (-1, parts[0].ndim - 1):
@@ -104,7 +105,7 @@ def concatenate(parts: Any, axis: int = -1) -> Any:
 
 
 def halves(x: Any) -> tuple[Any, Any]:
-    """The first and the second half of the columns."""
+    """(the first half of the columns, the second half) of x (..., N). In a fused function N must be even (ValueError)."""
     if isinstance(x, Term):
         return terms.half(x, 0), terms.half(x, 1)
     middle = x.shape[-1] // 2
@@ -112,27 +113,29 @@ def halves(x: Any) -> tuple[Any, Any]:
 
 
 def split_heads(x: Any, count: int) -> Any:
-    """Columns as those of so many heads: (..., S, count * D) as (..., count, S, D)."""
+    """The columns cut into `count` heads: x (..., S, count * D) gives (..., count, S, D). ValueError: the columns are no
+    multiple of count."""
     if isinstance(x, Term):
         return terms.split(x, count)
     return x.reshape(*x.shape[:-1], count, -1).swapaxes(-3, -2)
 
 
 def merge_heads(x: Any) -> Any:
-    """The other way round: (..., heads, S, D) as (..., S, heads * D)."""
+    """The reverse of split_heads: x (..., H, S, D) gives (..., S, H * D)."""
     if isinstance(x, Term):
         return terms.merged(x)
     return x.swapaxes(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
 
 
 def transpose(x: Any) -> Any:
-    """The transpose of a matrix; with leading axes, of each: the last two are swapped."""
+    """The transpose: the last two axes are swapped. x (..., M, N) gives (..., N, M)."""
     return terms.transpose(x) if isinstance(x, Term) else x.swapaxes(-1, -2)
 
 
 def dropout(x: Any, p: Any, seed: Any) -> Any:
-    """x / (1 - p), but 0 with probability p. What is dropped follows from the place and from the seed, an array of one integer,
-    which may change from call to call: dropout(ones, p, seed) of NumPy's arrays tells what a kernel drops."""
+    """x / (1 - p), but 0 with probability p. x (..., N); p: a number, at least 0 and below 1; seed: an array of one int64,
+    which may change from call to call. What is dropped depends on the seed and the position only: dropout(ones, p, seed) on
+    NumPy arrays shows what a kernel drops. ValueError, TypeError: p or seed is not of this kind."""
     if any(isinstance(one, Term) for one in (x, p, seed)):
         return terms.dropout(x, p, seed)
     if not 0 <= p < 1:
@@ -143,8 +146,8 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """x rounded to a dtype of tiles': fp32, bf16, fp16 or fp8e4m3, beyond whose ends everything becomes the greatest number. A
-    result that is a cast has that dtype."""
+    """x rounded to a dtype of tiles: fp32, bf16, fp16 or fp8e4m3. Numbers beyond the range of fp8e4m3 become its greatest. A
+    result that is a cast has that dtype. TypeError: dtype is another one."""
     name = next((name for name, one in CASTS.items() if one is dtype), None)
     if name is None:
         raise TypeError(f"cast: dtype must be one of {', '.join(CASTS)} of tiles, got {dtype!r}")
@@ -157,8 +160,9 @@ def cast(x: Any, dtype: Any) -> Any:
 
 
 def pick(x: Any, index: Any) -> Any:
-    """The element of each row at the column that index says, an axis of length 1; 0 where index is negative. x (..., columns),
-    index (...) of int32 or int64. Beyond the last column arrays in host memory are refused; elsewhere it picks 0 there, too."""
+    """The element of each row in the column that `index` names, and 0 where index is negative. x (..., N), index (...) of
+    int32 or int64; gives (..., 1). A fused function refuses an index of N or more if its arrays lie in host memory
+    (ValueError); on a GPU it gives 0."""
     if isinstance(x, Term):
         return terms.pick(x, index)
     if _torch(x):
@@ -169,8 +173,8 @@ def pick(x: Any, index: Any) -> Any:
 
 
 def matmul_by(x: Any, w: Any, index: Any) -> Any:
-    """x[m] @ w[index[m]] for each row m: the matrices of several, of which each row has its own; 0 where index is negative.
-    x (M, K), w (E, K, N), index (M,) of int32 or int64; beyond the last matrix see pick."""
+    """x[m] @ w[index[m]] for each row m: every row has a matrix of its own, and 0 where index is negative. x (M, K), w (E, K,
+    N), index (M,) of int32 or int64; gives (M, N). An index of E or more is treated as by pick."""
     if any(isinstance(one, Term) for one in (x, w, index)):
         return terms.matmul_by(x, w, index)
     inside = (index >= 0) & (index < len(w))
@@ -179,7 +183,8 @@ def matmul_by(x: Any, w: Any, index: Any) -> Any:
 
 
 def top(x: Any, count: int) -> Any:
-    """x where it is one of the `count` greatest of its row, 0 elsewhere; equal ones are all kept."""
+    """x where it is one of the `count` greatest elements of its row, and 0 elsewhere; elements that are equal to the last of
+    these are all kept. x (..., N) gives (..., N)."""
     rest = x
     for _ in range(count - 1):
         rest = where(rest < max(rest), rest, LEAST)
@@ -187,14 +192,16 @@ def top(x: Any, count: int) -> Any:
 
 
 def weighted(p: Any, x: Any) -> Any:
-    """The sum over e of p[:, e] * x[e]: what experts give, x (E, M, N), by the weights that each row has for them, p (M, E)."""
+    """The sum over e of p[:, e] * x[e]: the outputs of E experts, weighted for each row. p (M, E), x (E, M, N); gives (M,
+    N)."""
     if any(isinstance(one, Term) for one in (p, x)):
         return terms.weighted(p, x)
     return (p.T[..., None] * x).sum(0)
 
 
 def causal(scores: Any) -> Any:
-    """Scores (..., queries, keys), -inf where a query does not see a key: i sees j where j <= i + keys - queries."""
+    """The scores, and -inf where a query does not see a key: query i sees key j if j <= i + keys - queries. scores (...,
+    queries, keys)."""
     if isinstance(scores, Term):
         return terms.causal(scores)
     queries, keys = scores.shape[-2:]
@@ -204,5 +211,6 @@ def causal(scores: Any) -> Any:
 
 
 def attention(q: Any, k: Any, v: Any, scale: Any = 1.0) -> Any:
-    """softmax(q @ transpose(k) * scale) @ v; q (..., S, D), k (..., T, D), v (..., T, Dv), of equal leading axes."""
+    """softmax(q @ transpose(k) * scale) @ v. q (..., S, D), k (..., T, D), v (..., T, Dv), with the same leading axes; gives
+    (..., S, Dv)."""
     return softmax(q @ transpose(k) * scale) @ v

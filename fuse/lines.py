@@ -18,8 +18,8 @@ BINDS = [" + ", " - "], [" * ", " / ", " // ", " @ "]  # where an expression is 
 
 
 def assigned(values: Iterable[tuple[str, str]], indent: int = 4) -> list[str]:
-    """Lines that assign these, (name, expression), in order: in one line as many as it has room for that do without each
-    other."""
+    """Lines of code that assign these (name, expression), in order. One line assigns several names where it has room, if none
+    of its expressions needs a name that it assigns."""
     lines = list[list[tuple[str, str]]]()
     for name, made in values:
         before = lines[-1] if lines else []
@@ -31,7 +31,7 @@ def assigned(values: Iterable[tuple[str, str]], indent: int = 4) -> list[str]:
 
 
 def broken(lines: Sequence[str]) -> Iterator[str]:
-    """These lines of code, each as one that fits, or as several. What stands in open brackets goes on in the next line."""
+    """The lines of code, those that are too long broken into several. What is inside brackets goes on in the next line."""
     whole = ""
     for line in lines:
         further = line.lstrip()
@@ -44,7 +44,7 @@ def broken(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _broken(line: str) -> list[str]:
-    """One line as several, if it is too long."""
+    """A line of code as several lines, if it is too long."""
     code, apart, comment = line.partition("  # ")
     indent = len(code) - len(code.lstrip())
     if len(line) <= WIDTH or not code.strip():
@@ -67,8 +67,8 @@ def _broken(line: str) -> list[str]:
 
 
 def _laid(text: str, indent: int, tail: str, head: str = "") -> list[str]:
-    """An expression that stands in brackets, or is a call: in one line, or cut where operators are, or within a call's
-    brackets. tail: what follows it. head: what stands before it."""
+    """The lines of an expression that is in brackets or is a call: one line if it fits, otherwise several, cut at operators or
+    inside the call's brackets. head, tail: what stands before and behind it."""
     pad = " " * indent
     if len(whole := pad + head + text + tail) <= WIDTH:
         return [whole]
@@ -89,12 +89,12 @@ def _laid(text: str, indent: int, tail: str, head: str = "") -> list[str]:
 
 
 def _depth(text: str) -> int:
-    """How many brackets are open at its end."""
+    """How many brackets are open at the end of the text."""
     return sum(text.count(one) for one in "([{") - sum(text.count(one) for one in ")]}")
 
 
 def _outside(text: str) -> Iterator[int]:
-    """The places that no brackets are around."""
+    """The places in the text that are not inside brackets."""
     depth = 0
     for n, one in enumerate(text):
         depth -= one in ")]}"
@@ -104,7 +104,8 @@ def _outside(text: str) -> Iterator[int]:
 
 
 def _operands(text: str) -> list[str]:
-    """What the operators that bind the least join, each with the operator before it; all of it where there are none."""
+    """The operands of the weakest operators in an expression, each with the operator in front of it; the whole expression if
+    it has no operators."""
     outside = {*_outside(text)}
     for operators in BINDS:
         places = [n for n in sorted(outside) if any(text.startswith(one, n) for one in operators)]
@@ -114,21 +115,22 @@ def _operands(text: str) -> list[str]:
 
 
 def _last_bracket(text: str) -> int:
-    """Where the bracket opens that its last character closes; -1 if it closes none."""
+    """The place of the bracket that the text's last character closes; -1 if it closes none."""
     if text[-1] not in ")]":
         return -1
     return max(n for n in _outside(text) if text[n] in "([")
 
 
 def cut_at_commas(text: str) -> list[str]:
-    """The arguments of a call."""
+    """The arguments of a call, from their text."""
     places = [n for n in _outside(text) if text.startswith(", ", n)]
     parts = [text[a:b].removeprefix(", ") for a, b in zip([0, *places], [*places, len(text)])]
     return [*parts[:-1], parts[-1].rstrip(", ")]
 
 
 def _apart(line: str) -> list[str]:
-    """An assignment to several names as several, as few as have room; itself if one needs what another had, or it is none."""
+    """An assignment to several names as several assignments, as few as fit the width. The line itself if one name needs the
+    old value of another, or if it is no such assignment."""
     code = line.lstrip()
     if not re.match(r"\w+(?:, \w+)+ = ", code):
         return [line]
@@ -144,7 +146,7 @@ def _apart(line: str) -> list[str]:
 
 
 def imports(lines: Iterable[str]) -> Iterator[str]:
-    """Imports that are too long as several."""
+    """Import lines, those that are too long as several."""
     for line in lines:
         head, _, names = line.partition(" import ")
         while len(line) > WIDTH:

@@ -31,10 +31,12 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multipl
 
 @dataclass
 class Text:
-    """A kernel's lines. globals: assignments of the module. helpers: functions that the kernel calls. kernel: its body. before:
-    lines of the launching function, ahead of the launch. counts: what it computes after them, names and expressions. launch:
-    what follows the kernel in tiles.launch(kernel, ...). bounds: of the launch, threads and blocks. arguments: the kernel's
-    parameters, and what each is given. One without a kernel calls functions that have theirs, in `before`."""
+    """The lines of a kernel and of its launch. globals: assignments in the module. helpers: functions that the kernel calls.
+    kernel: its body. before: lines of the launching function, ahead of the launch. counts: (name, expression) of what that
+    function computes after them. launch: what follows the kernel in tiles.launch(kernel, ...). bounds: threads and blocks, for
+    launch_bounds. arguments: (parameter of the kernel, expression that it is given).
+
+    A Text without a kernel calls functions that have kernels of their own; the calls stand in `before`."""
 
     globals: list[str] = field(default_factory=list)
     helpers: list[str] = field(default_factory=list)
@@ -59,7 +61,7 @@ def _templates() -> jinja2.Environment:
 
 
 def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
-    """The Text of a template. gaps: what fills it; `arguments`, `bounds` and `launch` among them, and `before` or
+    """The Text of a template. gaps: what fills its gaps by name, among them `arguments`, `bounds`, `launch`, and `before` or
     `counts`."""
     template = _templates().get_template(file)
     blocks = {
@@ -72,9 +74,9 @@ def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
 def assemble(
     title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str] = ()
 ) -> str:
-    """The module's text. title: its docstring. name: of what it computes. kernels: the name and the Text of each, in the order
-    of their launches. parameters: what is launched with; arrays that are written come last. views: lines that name views of
-    these; where one is used once, it has no name."""
+    """The text of a module. title: its docstring. name: the name of what it computes. kernels: (name, Text) of each kernel, in
+    the order of their launches. parameters: those of the module's `launch`; arrays that are written come last. views: lines
+    `name = expression` that make views of them; a view that is used once is written where it is used."""
     texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
     last = next((text for text in texts[::-1] if text.kernel), None)
@@ -108,7 +110,8 @@ def assemble(
 
 
 def _call(kernel: str, launch: str, given: str) -> list[str]:
-    """A launch: in one line if it has room there, else in two, and one more where blocks are counted."""
+    """The lines of a launch: one line if it fits. Otherwise the launch and the call get a line each, and the number of blocks
+    and some arguments, too, if they must."""
     whole = f"tiles.launch({kernel}, {launch})({given})"
     if len(whole) <= WIDTH - 4:
         return [whole]
@@ -139,7 +142,7 @@ def _imports(text: str) -> list[str]:
 
 
 def _asked(scope: ast.AST) -> set[str]:
-    """The names that a module, or a function, reads and does not assign."""
+    """The names that a module or a function reads and does not assign."""
     inner = [node for node in getattr(scope, "body", []) if isinstance(node, ast.FunctionDef)]
     hidden = {id(node) for one in inner for part in one.body for node in ast.walk(part)}
     nodes = [node for node in ast.walk(scope) if isinstance(node, (ast.Name, ast.arg)) and id(node) not in hidden]
@@ -152,7 +155,8 @@ def _asked(scope: ast.AST) -> set[str]:
 
 
 def _marks(label: str, text: Text) -> dict[str, str]:
-    """What the globals and helpers of a kernel are called that is not the last one."""
+    """{name: new name} for the globals and helpers of a kernel that is not the module's last one, so that no two kernels use
+    one name."""
     tree = ast.parse("\n".join([*text.globals, *text.helpers]))
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in ast.walk(node.targets[0])]
@@ -166,7 +170,7 @@ def _marked(line: str, marks: dict[str, str]) -> str:
 
 @functools.lru_cache(1024)
 def load(text: str, name: str) -> ModuleType:
-    """The module of this text, run. Its lines are found where errors and the interpreter look for them."""
+    """The module of this text, executed once. Its lines are where errors and the interpreter look for source code."""
     file = f"<fuse {name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     module = ModuleType(name)
     module.__file__ = file
@@ -176,7 +180,7 @@ def load(text: str, name: str) -> ModuleType:
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
-    """The name, or with a number behind it that none of these have."""
+    """The name, with a number behind it if it is taken."""
     number, found, taken = 1, name, set(taken)
     while found in taken:
         number += 1
@@ -185,8 +189,8 @@ def unused(name: str, taken: Iterable[str]) -> str:
 
 
 def free(names: Sequence[str], marks: Sequence[str], text: str) -> list[str]:
-    """The names of arguments, others where a module has something of its own that is called so. marks, text: the module, where
-    the arguments are called by these instead."""
+    """Names for the arguments of a module: their own, or with a number behind it if the module has something else of that
+    name. text: the module, in which the arguments are called by `marks`."""
     tree, found = ast.parse(text), list(names)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     rest = [node for node in tree.body if node not in functions]
@@ -214,19 +218,19 @@ def free(names: Sequence[str], marks: Sequence[str], text: str) -> list[str]:
 
 
 def _identifiers(nodes: Iterable[ast.AST]) -> set[str]:
-    """All names in this code, but for attributes."""
+    """All names in this code, except those of attributes."""
     every = [node for one in nodes for node in ast.walk(one)]
     found = {node.id for node in every if isinstance(node, ast.Name)} | {n.arg for n in every if isinstance(n, ast.arg)}
     return found | {(n.asname or n.name).split(".")[0] for n in every if isinstance(n, ast.alias)}
 
 
 def array(name: str) -> str:
-    """The parameter that a kernel reads a variable from."""
+    """What a kernel calls the array that a variable is read from: gX for x."""
     return f"g{name[0].upper()}{name[1:]}"
 
 
 def one_number(name: str, at: str, dtype: str) -> str:
-    """The expression that reads one number of an array of this dtype."""
+    """The expression that reads one number from an array of this dtype."""
     if dtype == "float32" or "int" in dtype:
         return f"{name}[{at}]"
     return f"load_number({name}, ({at}{',' * (',' not in at)}))"

@@ -49,7 +49,8 @@ APART = (
 
 @dataclass(frozen=True)
 class Way:
-    """Kernels, in an order in which each finds what it reads, and what they take in seconds, by the roofline."""
+    """A way to compute terms. kernels: in an order in which each finds what it reads. seconds: what they take together, by the
+    roofline."""
 
     kernels: tuple[Any, ...]
     seconds: float
@@ -59,7 +60,7 @@ class Way:
 
 
 def why(roots: Sequence[Term], card: Card) -> str:
-    """Why there are no ways: what no template computes."""
+    """Why there is no way to compute these terms, in words: which operation no template computes."""
     search = Search(card)
     if len({*roots}) < len(roots):
         return f"a result is there twice: {', '.join(map(repr, roots)):.200}"
@@ -73,14 +74,15 @@ def why(roots: Sequence[Term], card: Card) -> str:
 
 
 class Search:
-    """Ways, by what they compute: one search for all forms of a function, which share terms."""
+    """The search for ways on a card. It remembers the ways to each group of terms, because the forms of a function share most
+    of their terms."""
 
     def __init__(self, card: Card):
         self.card, self.known = card, dict[tuple[Term, ...], list[Way]]()
         self.seconds = functools.cache(card.seconds)
 
     def of(self, roots: tuple[Term, ...]) -> list[Way]:
-        """The ways to compute these terms, together, the cheapest first."""
+        """The ways to compute these terms together, the cheapest first."""
         if roots not in self.known:
             found: dict[tuple[str, ...], Way] = {}
             if totals := [x for x in roots if is_total_of_rows(x)]:
@@ -99,7 +101,8 @@ class Search:
         return self.known[roots]
 
     def _one_by_one(self, roots: tuple[Term, ...]) -> list[Way]:
-        """The ways to several roots of which each has kernels of its own, or those that are maps of the same rows."""
+        """The ways to compute several roots in which each root has kernels of its own; or those with one row map for all that
+        are maps of the same rows."""
         found, most = [], 2 if len(roots) < SEVERAL else 1
         for groups in [tuple((x,) for x in roots), *(one for one in _of_same_rows(roots) if one != (roots,))]:
             for parts in itertools.product(*[self.of(one)[:most] for one in groups]):
@@ -108,7 +111,7 @@ class Search:
         return found
 
     def _with(self, kernel: Any) -> list[Way]:
-        """The ways that end with this kernel."""
+        """The ways that end with this kernel: those to compute what it reads, followed by it."""
         wanted = [x for x in map(viewed, kernel.leaves) if x.operation != "input"]
         found = []
         for needed in dict.fromkeys([_together(wanted), *_of_same_rows(wanted)]):
@@ -119,7 +122,7 @@ class Search:
         return found
 
     def _kernels(self, roots: tuple[Term, ...]) -> list[Any]:
-        """The kernels that could compute these roots."""
+        """The kernels, of all templates, that compute these roots."""
         found: list[Any] = []
         if not self.card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
             return found
@@ -151,7 +154,8 @@ class Search:
 
 
 def _without_parts(kernels: Iterable[Any]) -> tuple[Any, ...]:
-    """Without those whose results another one gives, too, before or as soon as it finds there what it reads."""
+    """The kernels without those whose results another kernel gives as well: that one takes their place, if what it reads is
+    known there."""
     found, known = list(kernels), set[Term]()
     for n, kernel in enumerate(found):
         for other in found:
@@ -163,14 +167,14 @@ def _without_parts(kernels: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _share(roots: Sequence[Term]) -> bool:
-    """Are these several products of one left factor?"""
+    """Are these several products, all with the same left factor?"""
     products = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is roots[0].of[0] for x in roots)
     return len(roots) > 1 and products
 
 
 def _together(needed: Sequence[Term]) -> tuple[tuple[Term, ...], ...]:
-    """What is needed, that which one kernel gives together: what is known of the parts of the same rows, and products of one
-    left factor."""
+    """What a kernel needs, in groups that one kernel makes together: what is known of the parts of the same rows
+    (terms.PARTS), and products with the same left factor."""
     found: dict[Any, list[Term]] = {}
     for x in needed:
         shared = x.operation in PARTS or (x.operation == "matmul" and x.ndim == 2)
@@ -179,7 +183,7 @@ def _together(needed: Sequence[Term]) -> tuple[tuple[Term, ...], ...]:
 
 
 def _of_same_rows(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]]:
-    """The same with maps of the same rows as one row map; nothing if there are none of which several are."""
+    """Such groups once more, with maps of the same rows as one row map. An empty list if there are no such maps."""
     groups: dict[Any, list[Term]] = {}
     for x in needed:
         if x.ndim == 2 and (x.operation in MAPS or x.operation in ("sum", "max", "gathered")):
@@ -192,7 +196,7 @@ def _of_same_rows(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]]:
 
 
 def is_total_of_rows(x: Term) -> bool:
-    """Is it the sum over all rows of what a row map can gather?"""
+    """Is the term a sum over all rows that a row map can gather as the rows go by?"""
     if x.operation != "total" or x.what != (-2,) or x.ndim != 2:
         return False
     (inner,) = x.of
@@ -202,7 +206,7 @@ def is_total_of_rows(x: Term) -> bool:
 
 
 def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:
-    """What a row map of these reads: down to inputs and to what it cannot compute."""
+    """What a row map of these terms reads: arguments, and terms that no row map computes."""
     found, stack, seen = [], list(roots), set()
     while stack:
         x = stack.pop()

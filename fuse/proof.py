@@ -1,25 +1,15 @@
 """Is the rewritten term equal to the definition, and the kernel to both? Three answers, each with what it leaves open.
 
-1. Identity testing. Both terms are computed with random numbers of the field of p = 2^61 - 1 elements, exactly. Two rational
-   functions of degree d that differ are equal at a random point with a chance of at most d / p (Schwartz, Zippel). exp is a
-   homomorphism from exponents, which are numbers mod q, into the field's subgroup of q elements: exp(a + b) = exp(a) exp(b)
-   holds, and little else. What lies outside a field, a maximum, a root, a sigmoid, is opaque: a random function, equal where
-   its arguments are; that of maxima is the maximum of all that they are of.
+1. Identity testing: both terms are equal at random points of a large prime field (identity.py).
 2. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
-3. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight.
-
-q = (p - 1) / 450 has no factor below 7, so halves, thirds and tenths are exponents, too. It is no prime: exponents that differ
-are equal mod its greatest prime factor, 1321, with a chance of at most d / 1321 a trial, which is the bound that is printed
-where there is an exp."""
+3. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,248 +20,18 @@ from . import graph, module
 from .axes import Axis, elementary
 from .axes import extent as extent_of
 from .candidates import Candidate, chosen
-from .evaluate import InNumPy, evaluate, picked, seen
-from .functions import FP8, MAPS
+from .evaluate import InNumPy, evaluate
+from .functions import FP8
 from .graph import walk
-from .terms import PARTS, Term
+from .identity import Identity, extent_in, identity
+from .terms import Term
 from .trace import Traced
 
-P = 2**61 - 1
-Q = (P - 1) // 450
-LEAST = 1321  # the greatest prime factor of Q
-BASE = pow(37, (P - 1) // Q, P)  # of order Q
-TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
-OPAQUE = "max", "causal", "dropout"  # besides maps
-SAME_DEGREE = "neg transpose half causal stacked heads split merged flat pick among spread pick_of_parts".split()
-EXPONENTS = "exp", "sum_of_parts"
-SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
-
-class Retry(Exception):
-    """A random number has no inverse, or none that an exponent needs: others are drawn."""
-
-
-class Number(NamedTuple):
-    """One number in both rings: mod P, and as an exponent mod Q, None where it was divided by what has no inverse there."""
-
-    p: int
-    q: int | None
-
-    def add(self, other):
-        return Number((self.p + other.p) % P, None if None in (self.q, other.q) else (self.q + other.q) % Q)
-
-    def sub(self, other):
-        return self.add(other.neg())
-
-    def mul(self, other):
-        return Number(self.p * other.p % P, None if None in (self.q, other.q) else self.q * other.q % Q)
-
-    def div(self, other):
-        if other.p == 0:
-            raise Retry
-        lost = None in (self.q, other.q) or math.gcd(other.q, Q) != 1
-        return Number(self.p * pow(other.p, -1, P) % P, None if lost else self.q * pow(other.q, -1, Q) % Q)
-
-    def neg(self):
-        return Number(-self.p % P, None if self.q is None else -self.q % Q)
-
-    def same(self):
-        return self
-
-    def exp(self):
-        if self.q is None:
-            raise Retry
-        value = pow(BASE, self.q, P)
-        return Number(value, opaque("exp", value).q)
-
-
-def opaque(*what: Any) -> Number:
-    """A random function's value, the same for the same arguments; of Numbers those mod P count."""
-    what = tuple(x.p if isinstance(x, Number) else x for x in what)
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=32).digest()
-    return Number(int.from_bytes(digest[:16], "little") % P, int.from_bytes(digest[16:], "little") % Q)
-
-
-class InField:
-    """Arithmetic on arrays of Numbers (evaluate.Arithmetic). sizes: of axes."""
-
-    def __init__(self, sizes: Mapping[Axis, int]):
-        self.sizes = sizes
-        self.maxima: dict[int, list[int]] = {}  # of what they are
-
-    def number(self, value: float) -> Any:
-        exact = Fraction(value)
-        top, bottom = (Number(n % P, n % Q) for n in (exact.numerator, exact.denominator))
-        return _array(top.div(bottom))
-
-    def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.number(extent if axis is None else extent_of(axis, self.sizes))
-
-    def map(self, name: str, *of: Any) -> Any:
-        field = MAPS[name].field
-        one: Callable = (lambda *x: getattr(x[0], field)(*x[1:])) if field else (lambda *x: opaque(name, *x))
-        arrays = np.broadcast_arrays(*of)
-        if name == "where" and arrays[0].dtype == bool:  # of columns, which are known; comparisons are opaque
-            return np.where(*arrays)
-        found = np.empty(arrays[0].shape, object)
-        for at in np.ndindex(found.shape):
-            found[at] = one(*[x[at] for x in arrays])
-        return found
-
-    def reduce(self, kind: str, x: Any) -> Any:
-        found = np.empty((*x.shape[:-1], 1), object)
-        for at in np.ndindex(found.shape[:-1]):
-            row = list(x[at])
-            found[at + (0,)] = _sum(row) if kind == "sum" else self._max(row)
-        return found
-
-    def _max(self, row: Sequence[Number]) -> Number:
-        every = sorted(p for x in row for p in self.maxima.get(x.p, [x.p]))
-        found = opaque("max", every)
-        self.maxima[found.p] = every
-        return found
-
-    def matmul(self, a: Any, b: Any) -> Any:
-        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        rows, columns = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b.swapaxes(-1, -2)))
-        found = np.empty((*rows.shape[:-1], columns.shape[-2]), object)
-        for at in np.ndindex(found.shape):
-            found[at] = _sum([x.mul(y) for x, y in zip(rows[at[:-1]], columns[at[:-2] + at[-1:]])])
-        return found
-
-    def concat(self, parts: Sequence[Any]) -> Any:
-        return np.concatenate(parts, -1)
-
-    def causal(self, x: Any) -> Any:
-        return seen(x, _array(opaque("unseen")))
-
-    def pick(self, x: Any, index: Any) -> Any:
-        return picked(x, index, _array(Number(0, 0)))
-
-    def count(self, axis: Axis | None, extent: int) -> int:
-        return _count(axis, self.sizes)
-
-    def dropout(self, x: Any, p: Any, seed: Any) -> Any:
-        found, given = np.empty(x.shape, object), (p.reshape(-1)[0], seed.reshape(-1)[0])
-        for at in np.ndindex(x.shape):
-            found[at] = opaque("dropout", *at, x[at], *given)
-        return found
-
-
-def _count(axis: Axis | None, sizes: Mapping[Axis, int]) -> int:
-    return 1 if axis is None else extent_of(axis, sizes)
-
-
-def _array(x: Number) -> Any:
-    found = np.empty((), object)
-    found[()] = x
-    return found
-
-
-def _sum(row: Sequence[Number]) -> Number:
-    exponents = [x.q for x in row if x.q is not None]
-    return Number(sum(x.p for x in row) % P, sum(exponents) % Q if len(exponents) == len(row) else None)
-
-
-def random(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """An array of random Numbers."""
-    found = np.empty(shape, object)
-    for at in np.ndindex(shape):
-        found[at] = Number(int(rng.integers(1, P)), int(rng.integers(1, Q)))
-    return found
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What identity testing found. equal: at all points. bound: on the chance that terms which differ were equal at all of
-    them. outside: the opaque functions."""
-
-    equal: bool
-    trials: int
-    degree: int
-    bound: float
-    outside: tuple[str, ...]
-
-    def __str__(self):
-        if not self.equal:
-            return "identity: the rewritten term is NOT the definition"
-        found = f"identity: equal at {self.trials} random points of the field of 2^61 - 1 elements"
-        found += f"; terms of degree {self.degree} that differ would be so with a chance below {self.bound:.0e}"
-        return found + (f"; not looked into: {', '.join(self.outside)}" if self.outside else "")
-
-
-def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 0, trials: int = TRIALS) -> Identity:
-    """Test that two lists of terms over the same inputs are equal."""
-    every = list(walk(*definition, *rewritten))
-    axes = elementary(name for x in every for name in x.names)
-    sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
-    operations = {x.operation for x in every}
-    outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
-    degree = max(_degrees(roots, sizes) for roots in (definition, rewritten))
-    bound = min(1.0, degree / (P if operations.isdisjoint(EXPONENTS) else LEAST)) ** trials
-    among = graph.indices(every)
-    rng, done, drawn, same = np.random.default_rng(seed), 0, 0, True
-    while done < trials and same:
-        drawn += 1
-        if drawn > DRAWS:
-            raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
-        given = {}
-        for x in (x for x in every if x.operation == "input"):
-            shape = tuple(1 if name is None else extent_of(name, sizes) for name in x.names)
-            chooses = x in among
-            given[x.what[0]] = rng.integers(-1, _count(among[x][0], sizes), shape) if chooses else random(shape, rng)
-        try:
-            one, other = (evaluate(roots, given, InField(sizes)) for roots in (definition, rewritten))
-        except Retry:
-            continue
-        same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
-        done += 1
-    return Identity(same, done, degree, bound, outside)
-
-
-def _degrees(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
-    """A bound on the degrees, added up, of all rational functions that must be equal: the terms, and what opaque functions and
-    exponentials in them are of."""
-    beyond = {*OPAQUE, *PARTS}
-    inside = [y for x in walk(*roots) if x.operation in beyond or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
-    return sum(sum(_degree(x, sizes)) for x in dict.fromkeys([*roots, *inside]))
-
-
-def _is_opaque(x: Term) -> bool:
-    """Does a map go beyond a field's operations, or to exponents?"""
-    return MAPS[x.operation].field in ("", "exp")
-
-
-def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
-    """Bounds on the degrees of numerator and denominator of a term's elements."""
-    found: dict[Term, tuple[int, int]] = {}
-    for x in walk(root):
-        of = [found[y] for y in x.of]
-        if x.operation in ("add", "sub"):
-            (a, b), (c, d) = of
-            found[x] = max(a + d, b + c), b + d
-        elif x.operation in ("mul", "div"):
-            (a, b), (c, d) = of
-            found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
-        elif x.operation in ("sum", "matmul", "matmul_by", "weighted", "total"):
-            axes = [x.of[0].names[place] for place in (x.what if x.operation == "total" else (-1,))]
-            n = math.prod(_count(axis, sizes) for axis in axes)
-            a, b = (sum(one) for one in zip(*of))
-            found[x] = a + (n - 1) * b, n * b
-        elif x.operation in SAME_DEGREE:
-            found[x] = of[0]
-        elif x.operation == "concat":
-            found[x] = max(a for a, _ in of), max(b for _, b in of)
-        else:
-            found[x] = (0 if x.operation in ("number", "length") else 1), 0
-    return found[root]
-
-
-# ---- the kernels -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Run:
-    """The kernels in the interpreter, at these extents. error: the greatest, limit: what the error rule allows. hazard: what
-    stopped the run."""
+    """A run of the kernels in the interpreter, on arrays of these extents. error: the greatest one. limit: the error that the
+    rule allows. hazard: what stopped the run, "" if nothing did."""
 
     extents: dict[str, tuple[int, ...]]
     error: float
@@ -297,14 +57,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of a kernel: see the module."""
+    """What is known about the correctness of kernels: see the module."""
 
     identity: Identity
     run: Run
 
     @property
     def holds(self) -> bool:
-        """Did nothing speak against it?"""
+        """Did both the identity test and the run pass?"""
         return self.identity.equal and self.run.passed
 
     def __str__(self):
@@ -320,7 +80,34 @@ def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
 
 
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
-    """Its kernels in the interpreter, at lengths off their tiles' edges, against the definition in float64."""
+    """A run of a candidate's kernels in the interpreter, compared with the definition in float64, at lengths that are no
+    multiples of the kernels' tiles."""
+    extents = extents_of_run(found, candidate)
+    given = _arguments(found, extents, seed)
+    dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
+    told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
+    sized = Sized(np.float64, extents), Sized(dtype, extents)
+    ref, low = _of(found, given, sized)
+    if _has_nan(*ref, *low):  # a root or a logarithm of what may be negative: now nothing is
+        indices = graph.indices(found.roots)
+        given = {key: given[key] if x in indices else abs(given[key]) for key, x in found.inputs}
+        ref, low = _of(found, given, sized)
+    if _has_nan(*ref, *low):
+        return Run(told, math.inf, 0, "the definition gives NaN, of normally distributed numbers and of their absolute values")
+    made = chosen(name, found, candidate)
+    results = [np.full(_shape(x, extents), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
+    try:
+        module.load(made.text, name).launch(*given.values(), *results)
+    except Hazard as hazard:
+        return Run(told, math.inf, 0, str(hazard))
+    errors = [float(np.abs(np.asarray(y, np.float64) - x).max()) for y, x in zip(results, ref)]
+    limits = [tolerance(x, y, z.dtype) for x, y, z in zip(ref, low, results)]
+    worst = max(range(len(errors)), key=lambda n: errors[n] / limits[n] if errors[n] == errors[n] else math.inf)
+    return Run(told, errors[worst], limits[worst])
+
+
+def extents_of_run(found: Traced, candidate: Candidate) -> dict[Axis, int]:
+    """The extents of the axes that a run has, off the edges of the kernels' tiles, but as the kernels' texts need them."""
     rows = {x.names[-2].root for x in found.roots if x.names[-2]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
@@ -334,40 +121,28 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
         if axis not in extents:
             extents[axis] = min(RAGGED[0], most - 3) if axis in rows else RAGGED[1 + len(extents) % 5]
             extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
+    return extents
 
-    def shape_of(x: Term) -> tuple[int, ...]:
-        return tuple(1 if axis is None else extent_of(axis, extents) for axis in x.names)
 
-    rng, given, among = np.random.default_rng(seed), dict[str, Any](), graph.indices(found.roots)
+def _arguments(found: Traced, extents: Mapping[Axis, int], seed: int) -> dict[str, Any]:
+    """Random arguments, by name: arrays of these extents, indices of which some choose nothing, and numbers."""
+    rng, given, indices = np.random.default_rng(seed), dict[str, Any](), graph.indices(found.roots)
     for key, x in found.inputs:
-        shape, dtype = shape_of(x), np.dtype(x.what[1])
-        if x in among:
-            given[key] = rng.integers(-1, _count(among[x][0], extents), shape, dtype)
-            continue
-        given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
-    dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
-    told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
-    sized = Sized(np.float64, extents), Sized(dtype, extents)
-    ref, low = _of(found, given, sized)
-    if _has_nan(*ref, *low):  # a root or a logarithm of what may be negative: now nothing is
-        given = {key: given[key] if x in among else abs(given[key]) for key, x in found.inputs}
-        ref, low = _of(found, given, sized)
-    if _has_nan(*ref, *low):
-        return Run(told, math.inf, 0, "the definition gives NaN, of normally distributed numbers and of their absolute values")
-    made = chosen(name, found, candidate)
-    results = [np.full(shape_of(x), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
-    try:
-        module.load(made.text, name).launch(*given.values(), *results)
-    except Hazard as hazard:
-        return Run(told, math.inf, 0, str(hazard))
-    errors = [float(np.abs(np.asarray(y, np.float64) - x).max()) for y, x in zip(results, ref)]
-    limits = [tolerance(x, y, z.dtype) for x, y, z in zip(ref, low, results)]
-    worst = max(range(len(errors)), key=lambda n: errors[n] / limits[n] if errors[n] == errors[n] else math.inf)
-    return Run(told, errors[worst], limits[worst])
+        shape, dtype = _shape(x, extents), np.dtype(x.what[1])
+        if x in indices:
+            given[key] = rng.integers(-1, extent_in(indices[x][0], extents), shape, dtype)
+        else:
+            given[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
+    return given
+
+
+def _shape(x: Term, extents: Mapping[Axis, int]) -> tuple[int, ...]:
+    """The shape of a term, by the extents of axes."""
+    return tuple([extent_in(axis, extents) for axis in x.names])
 
 
 def _of(found: Traced, given: dict[str, Any], sized: tuple[Sized, Sized]) -> list[list[Any]]:
-    """The results in float64, and in the arrays' dtype."""
+    """(the results in float64, the results computed in the arrays' dtype)"""
     wide = {key: np.asarray(x, np.float64) for key, x in given.items()}
     with np.errstate(invalid="ignore", divide="ignore"):
         return [list(evaluate(found.roots, values, rounded)) for values, rounded in zip((wide, given), sized)]
@@ -378,7 +153,7 @@ def _has_nan(*arrays: Any) -> bool:
 
 
 class Sized(InNumPy):
-    """NumPy's, where axes have other extents than those that were traced."""
+    """NumPy's arithmetic, for arrays of other extents than those that the terms were traced with."""
 
     def __init__(self, dtype: Any, sizes: Mapping[Axis, int]):
         super().__init__(dtype)

@@ -19,8 +19,8 @@ MOST = 64  # forms of a function that are looked at
 
 
 class Rule(NamedTuple):
-    """name: in words. equation: what it says. of: a term's other forms. keeps_range: are what is kept in 16 bits on the way no
-    greater numbers than before?"""
+    """A rule of the algebra. name: the rule in words. equation: what it says. of: generates the other forms of a term.
+    keeps_range: are numbers that are kept in 16 bits never greater after the rule than before?"""
 
     name: str
     equation: str
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Terms that are equal to those that were asked for, and the rules that led there."""
+    """Terms that are equal to those that were asked for, and the rules that led to them."""
 
     roots: tuple[Term, ...]
     rules: tuple[Rule, ...]
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 def factors(x: Term) -> list[tuple[str, Term]]:
-    """The factors of a product, and what it is divided by: ("mul" or "div", term)."""
+    """The factors of a term and its divisors: a list of ("mul" or "div", term)."""
     if x.operation == "mul":
         return [*factors(x.of[0]), *factors(x.of[1])]
     if x.operation == "div":
@@ -46,7 +46,7 @@ def factors(x: Term) -> list[tuple[str, Term]]:
 
 
 def product(parts: Sequence[tuple[str, Term]]) -> Term | None:
-    """The other way round; None if there is nothing to begin with."""
+    """The term with these factors and divisors, the reverse of `factors`; None if there is no factor."""
     first = next((n for n, (how, _) in enumerate(parts) if how == "mul"), None)
     if first is None:
         return None
@@ -57,7 +57,7 @@ def product(parts: Sequence[tuple[str, Term]]) -> Term | None:
 
 
 def is_scale(x: Term) -> bool:
-    """One number for each row, or one for all?"""
+    """Is the term one number for each row, or one number for all?"""
     return not x.names or x.names[-1] is None
 
 
@@ -84,7 +84,7 @@ def _number_of_weights(x: Term) -> Iterator[Term]:
 
 
 def _scales_of_weights(x: Term) -> Iterator[Term]:
-    """Those of the product's columns go behind it, those along k to the other factor."""
+    """A scale of the weights' columns is applied after the product, and one along k to the other factor."""
     if x.operation != "matmul" or x.of[1].ndim != 2:
         return
     a, w = x.of
@@ -107,7 +107,7 @@ def _scales_of_weights(x: Term) -> Iterator[Term]:
 
 
 def _widened(x: Term) -> Iterator[Term]:
-    """What templates multiply by that take no fp8."""
+    """Weights of fp8 as 16 bits, for the templates that cannot multiply by fp8."""
     if x.operation == "matmul":
         a, w = x.of
         if w.held_as("") == FP8:
@@ -156,7 +156,8 @@ def _stacked(x: Term) -> Iterator[Term]:
 
 
 def _side_by_side(x: Term) -> Term | None:
-    """(e, m, n) as (m, e n): a map of products of one left factor with stacks of matrices; None if it is something else."""
+    """A term (e, m, n), if it is a map of products of one left factor with stacks of matrices, as (m, e n): the products side
+    by side. None if it is something else."""
     if x.operation in MAPS:
         of = [y if not y.names else _side_by_side(y) for y in x.of]
         return None if any(y is None for y in of) else terms.apply(x.operation, *of)
@@ -191,7 +192,7 @@ def _by_index(x: Term) -> Iterator[Term]:
 
 
 def _has_product(x: Term) -> bool:
-    """Is it made of a product of matrices, element by element?"""
+    """Is the term a map, element by element, of a product of matrices?"""
     below = x.of if x.operation in MAPS else ()
     return graph.is_tile(x) and x.ndim == 2 and (x.operation == "matmul" or any(map(_has_product, below)))
 
@@ -240,7 +241,8 @@ RULES = (
 
 # ---- all that they find ----------------------------------------------------------------------------------------------
 def equal(roots: Sequence[Term], space: terms.Space, rules: Sequence[Rule] = RULES) -> list[Form]:
-    """Forms of these terms, themselves first. space: that they were made in."""
+    """The forms of these terms that the rules lead to, the terms themselves first, MOST at most. space: the Space that the
+    terms were made in."""
     terms.SPACES.append(space)
     try:
         first = Form(tuple(roots), ())
@@ -267,7 +269,7 @@ def _steps(roots: Sequence[Term], rules: Sequence[Rule]) -> Iterator[tuple[Rule,
 
 
 def _replaced(root: Term, old: Term, new: Term) -> Term:
-    """The root with one term in place of another, everywhere."""
+    """The root with every occurrence of one term replaced by another."""
     made = {old: new}
     for x in walk(root):
         if x not in made:

@@ -3,13 +3,21 @@
     x * rsqrt(mean(x * x) + 1e-5)      on Terms is a Term: x * rsqrt(sum(x * x) / 4096 + 1e-05)
 
 A Term has an operation, the terms that it is of, and a shape. Equal terms are one object, so that what is shared is seen. There
-are few operations, so that rules and templates are few: inputs and numbers; maps, element by element, which broadcast
-(functions.MAPS); sum and max along the last axis, which stays with length 1; matmul; transpose; concat, along the last axis,
-and half, its other way; causal, of scores; dropout; pick, is_column, matmul_by and among, by an index; weighted, of experts,
-and spread; total, the sum over other axes than the last, of which gradients are made (derivative.py), and gathered, sums of
-some rows each; what is known of the parts of rows, PARTS, and attended, of the parts of keys; stacked, heads, split, flat and
-rows, views, and merged, which undoes a split. mean, softmax and others are made of these (language.py). The last two axes are
-rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
+are few operations, so that rules and templates are few; mean, softmax and others are made of these (language.py).
+
+    input, number, length              arguments, constants, how many columns there are
+    maps                               of elements; they broadcast (functions.MAPS)
+    sum, max                           along the last axis, which stays with length 1
+    matmul, transpose, concat, half    concat and half along the last axis
+    causal, dropout                    of scores; of anything
+    pick, is_column, matmul_by, among  by an index
+    weighted, spread                   weights of experts
+    total, gathered                    sums over rows, which gradients need (derivative.py)
+    PARTS, attended                    what is known of the parts of a row, or of the parts of keys
+    split, heads, stacked, flat, rows  views
+    merged                             undoes a split
+
+The last two axes are rows and columns; what leads them, batches and heads, broadcasts as NumPy's does.
 
 Axes have names besides their lengths: those that an operation says are one have one name. So a term knows that the columns of
 x are the rows of w, whatever their numbers are (axes.py), and the axes of a call's arrays follow (graph.py).
@@ -32,13 +40,18 @@ PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see of_parts
 
 
 class Term:
-    """An operation on terms: see the module. Make one by `term` or by operators.
+    """An operation on terms: see the module. The functions below and operators make them.
 
-    operation: "input", "number", "length" (of an axis), "sum", "max", "matmul", "transpose", "concat", "half", "causal",
-    "dropout", "pick", "is_column", "matmul_by", "among", "weighted", "spread", "total", "gathered", "attended", one of PARTS,
-    "stacked", "heads", "split", "merged", "flat", "rows", or a map's name. of: terms. what: an input's name and dtype, a
-    number's value, the axis and value of a length or of is_column, which half, how many heads, the axes of a total, how many
-    sums are gathered, or parts are attended to. extents: one for each axis. names: their Axis, None for 1."""
+    operation: a name in the module's table. of: the terms that it is of. extents: one for each axis. names: the Axis of each,
+    None for an axis of length 1. what: what else tells it from other terms,
+
+        input                 its name and its dtype
+        number                its value
+        length, is_column     an axis and its extent
+        half                  0 for the first, 1 for the second
+        split, merged         how many heads
+        total                 the axes that are summed over
+        gathered, attended    how many sums are gathered, how many parts are attended to"""
 
     __slots__ = ("extents", "names", "of", "operation", "what")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
@@ -50,21 +63,22 @@ class Term:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its extents. A function that reads them means what it means for these lengths alone."""
+        """The extents. A definition that reads them is traced for these lengths alone, and means what they say."""
         return self.extents
 
     @property
     def ndim(self) -> int:
-        """How many axes."""
+        """The number of axes."""
         return len(self.extents)
 
     @property
     def nbytes(self) -> int:
-        """Of an argument, or of a term that is kept in memory, in 16 bits an element if it is no cast."""
+        """The size of the term in memory, if it is an argument or kept between kernels; an element has 16 bits unless its
+        dtype is known."""
         return math.prod(self.extents) * SIZES.get(self.held_as("bfloat16"), 4)
 
     def held_as(self, otherwise: str) -> str:
-        """The dtype that it has in memory: an argument's, a cast's, or another."""
+        """The name of the dtype that the term has in memory, `otherwise` if it is neither an argument nor a cast."""
         if self.operation == "input":
             return self.what[1]
         if self.operation in PARTS or self.operation in ("gathered", "attended"):
@@ -73,7 +87,7 @@ class Term:
 
     @property
     def T(self) -> Term:
-        """Its transpose, of a matrix."""
+        """The transpose of a matrix. TypeError: it has more than two axes."""
         if self.ndim > 2:
             raise TypeError(f".T: turns all axes round, got {self.extents}: fuse.transpose swaps the last two")
         return transpose(self)
@@ -163,8 +177,8 @@ class Term:
 
 # ---- making them -----------------------------------------------------------------------------------------------------
 class Space:
-    """Terms by what they are, so that equal ones are one object. loose: extents say nothing, and are not compared. dtype: that
-    of the first array, which results have, and what is kept between kernels."""
+    """The terms of one definition. Equal terms are one object here. loose: the extents say nothing, and are not compared.
+    dtype: that of the first array, which results have, and what is kept between kernels."""
 
     def __init__(self, loose: bool = False, dtype: str = "bfloat16"):
         self.loose, self.dtype = loose, dtype
@@ -175,7 +189,7 @@ class Space:
         self.chosen: dict[Term, Term] = {}  # by an index: a stack of matrices
 
     def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
-        """The one term of this operation on these terms."""
+        """The one term with this operation on these operands."""
         key = operation, tuple(map(id, of)), what, type(what)
         if key not in self.terms:
             self.terms[key] = Term(operation, tuple(of), what, extents, names)
@@ -186,7 +200,7 @@ SPACES: list[Space] = [Space()]  # the last one is where terms are made
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Are these extents others? Where they say nothing, it is known which of them are 1."""
+    """Are these extents different? In a loose space it only counts which of them are 1."""
     if not SPACES[-1].loose:
         return one != other
     one, other = (x if isinstance(x, tuple) else (x,) for x in (one, other))
@@ -198,7 +212,7 @@ def _made(operation, of=(), what=None, extents=(), names=()) -> Term:
 
 
 def source(name: str, extents: Sequence[int], dtype: str) -> Term:
-    """An argument of the function: an array, or a number where there are no extents."""
+    """An argument of the function: an array, or a number if there are no extents."""
     return _made("input", (), (name, dtype), tuple(extents), tuple(None if n == 1 else Axis() for n in extents))
 
 
@@ -208,12 +222,12 @@ def number(value: float) -> Term:
 
 
 def length(x: Any) -> Term:
-    """How many columns a term has: a number that a kernel reads from its arrays."""
+    """The number of columns of a term, which a kernel reads from its arrays."""
     return _made("length", (), (x.names[-1] and x.names[-1].root, x.extents[-1]))
 
 
 def lifted(x: Any) -> Term:
-    """A term as it is, a number as a term. TypeError: neither."""
+    """A term as it is, a number as a term. TypeError: it is something else."""
     if isinstance(x, Term):
         return x
     if isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "ndim", 1) == 0):
@@ -222,7 +236,8 @@ def lifted(x: Any) -> Term:
 
 
 def apply(name: str, *given: Any) -> Term:
-    """A map of terms and numbers, which broadcast as NumPy's do. Numbers alone are computed. ValueError: they do not."""
+    """A map of terms and numbers, which broadcast as in NumPy. A map of numbers alone is computed at once. ValueError: the
+    shapes do not broadcast."""
     of = [lifted(x) for x in given]
     if all(x.operation == "number" for x in of):
         return number(MAPS[name].numpy(*[x.what for x in of]))
@@ -234,7 +249,7 @@ def apply(name: str, *given: Any) -> Term:
 
 
 def _broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tuple[tuple[int, ...], tuple]:
-    """The extents and names that these have together, as NumPy has it. ValueError: they do not fit."""
+    """(extents, names of axes) of these shapes broadcast as in NumPy. ValueError: they do not broadcast."""
     extents, names = [], []
     for place in range(-max(len(extents) for extents, _ in shapes), 0):
         extent, axis = 1, None
@@ -250,7 +265,7 @@ def _broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tu
 
 
 def reduce(kind: str, x: Any, axis: int = -1) -> Term:
-    """The sum or max of each row, an axis of length 1."""
+    """The sum or max of each row: (..., n) gives (..., 1). TypeError: axis is not the last one."""
     x = lifted(x)
     if x.ndim == 0 or axis not in (-1, x.ndim - 1):
         raise TypeError(
@@ -273,17 +288,19 @@ def total_along(x: Term, places: tuple[int, ...]) -> Term:
 
 
 def gathered(x: Term, shares: int) -> Term:
-    """x (m, c) as (shares, c): row i is the sum of the rows i, i + shares, ... The total over rows follows from it."""
+    """The rows of x (m, c) added up in `shares` groups, as (shares, c): row i of the result is the sum of the rows i, i +
+    shares, ... Their sum is the total over all rows."""
     return _made("gathered", (x,), shares, (shares, x.extents[1]), (Axis(shares), x.names[1]))
 
 
 def attended(x: Term, parts: int) -> Term:
-    """What attention finds in each of so many parts of its keys, (parts, heads, rows, columns); x is what it finds in all."""
+    """The results of attention over each of `parts` equal parts of the keys: (parts, heads, rows, columns), x being the result
+    over all keys."""
     return _made("attended", (x,), parts, (parts, *x.extents), (Axis(parts), *x.names))
 
 
 def matmul(a: Any, b: Any) -> Term:
-    """a @ b of two matrices, or of those that lie along leading axes, which broadcast."""
+    """a @ b of two matrices; leading axes broadcast as in NumPy. ValueError: the shapes do not fit."""
     a, b = lifted(a), lifted(b)
     if a.ndim < 2 or b.ndim < 2 or differ(a.extents[-1], b.extents[-2]):
         raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} @ {b}")
@@ -296,7 +313,7 @@ def matmul(a: Any, b: Any) -> Term:
 
 
 def transpose(x: Any) -> Term:
-    """With its last two axes swapped."""
+    """x with its last two axes swapped. ValueError: it has fewer axes."""
     x = lifted(x)
     if x.ndim < 2:
         raise ValueError(f"transpose: takes a matrix, got {x.extents}")
@@ -307,7 +324,7 @@ def transpose(x: Any) -> Term:
 
 
 def concat(*parts: Any) -> Term:
-    """Matrices side by side."""
+    """The arrays side by side, along the last axis. ValueError: they differ in other axes."""
     of = [lifted(x) for x in parts]
     if any(x.ndim < 2 or differ(x.extents[:-1], of[0].extents[:-1]) for x in of):
         raise ValueError(f"concatenate: takes matrices of as many rows, got {[x.extents for x in of]}")
@@ -319,7 +336,7 @@ def concat(*parts: Any) -> Term:
 
 
 def half(x: Any, which: int) -> Term:
-    """The first or the second half of the columns: 0 or 1."""
+    """The first or the second half of the columns; which: 0 or 1. ValueError: the number of columns is odd."""
     x = lifted(x)
     columns = x.names[-1] if x.ndim else None
     if columns is None or x.extents[-1] % 2:
@@ -336,7 +353,8 @@ def causal(x: Any) -> Term:
 
 
 def dropout(x: Any, p: Any, seed: Any) -> Term:
-    """x / (1 - p), but 0 with probability p, by draws that follow from seed and place."""
+    """x / (1 - p), but 0 with probability p; the draws follow from the seed and the position. ValueError, TypeError: see
+    language.dropout."""
     x, p, seed = lifted(x), lifted(p), lifted(seed)
     if x.ndim < 2 or x.names[-1] is None:
         raise ValueError(f"dropout: takes rows and columns, got {x.extents}: {x}")
@@ -348,7 +366,7 @@ def dropout(x: Any, p: Any, seed: Any) -> Term:
 
 
 def pick(x: Any, index: Any) -> Term:
-    """The element of each row at the column that index says, an axis of length 1; 0 where there is no such column."""
+    """The element of each row in the column that `index` names, as an axis of length 1; 0 where there is no such column."""
     x, index = lifted(x), _index("pick", index)
     if x.ndim < 2 or differ(x.extents[:-1], index.extents):
         raise ValueError(f"pick: takes rows and a column for each of them, got {x.extents} and {index.extents}: {x}, {index}")
@@ -357,7 +375,7 @@ def pick(x: Any, index: Any) -> Term:
 
 
 def is_column(x: Term, index: Term) -> Term:
-    """A mask of the shape of x: is the column that which index says, of this row?"""
+    """A mask of x's shape: True in the column that `index` names in each row."""
     what = x.names[-1] and x.names[-1].root, x.extents[-1]
     return _made("is_column", (index,), what, x.extents, (*index.names, x.names[-1]))
 
@@ -370,7 +388,7 @@ def _index(name: str, index: Any) -> Term:
 
 
 def matmul_by(x: Any, w: Any, index: Any) -> Term:
-    """Each row times the matrix that index says, of several that lie one behind the other; 0 where there is none."""
+    """x[m] @ w[index[m]] for each row m, 0 where there is no such matrix: x (m, k), w (e, k, n), index (m,)."""
     x, w, index = lifted(x), lifted(w), _index("matmul_by", index)
     if x.ndim != 2 or w.ndim != 3 or differ(x.extents[-1], w.extents[-2]) or differ(x.extents[:-1], index.extents):
         shapes = f"{x.extents}, {w.extents} and {index.extents}"
@@ -385,7 +403,8 @@ def matmul_by(x: Any, w: Any, index: Any) -> Term:
 
 
 def among(x: Term, index: Term, like: Term) -> Term:
-    """x (m, e r), of whose columns each row keeps those r that index says, like (e, r, n) being so cut; the others are 0."""
+    """x (m, e r) with all but r columns of each row set to 0: row m keeps columns r * index[m] up to r * (index[m] + 1). like:
+    a term (e, r, n), which says what e and r are."""
     return _made("among", (x, index, like), None, x.extents, x.names)
 
 
@@ -399,14 +418,15 @@ def weighted(p: Any, x: Any) -> Term:
 
 
 def spread(p: Term, like: Term) -> Term:
-    """p (m, e) as (m, e n), each number n times, like being (e, n, k)."""
+    """p (m, e) as (m, e n), each number repeated n times. like: a term (e, n, k), which says what n is."""
     rows, n = p.extents[0], like.extents[0] * like.extents[1]
     return _made("spread", (p, like), None, (rows, n), (p.names[0], product(*like.names[:2])))
 
 
 def of_parts(operation: str, x: Term, *index: Term) -> Term:
-    """Of each PART columns of a row one number: "max_of_parts", their maximum; "sum_of_parts", the sum of exp(x - it);
-    "pick_of_parts", the element at the column that index says, 0 where that is not among them."""
+    """One number for each part of a row, a part being PART columns. "max_of_parts" is the maximum of the part; "sum_of_parts"
+    the sum of exp(x - that maximum); "pick_of_parts" the element in the column that index names, 0 if that is in another
+    part."""
     columns = x.names[-1]
     if columns is not None:
         columns = SPACES[-1].cuts.setdefault(columns.root, Axis(cut=columns.root))
@@ -414,19 +434,19 @@ def of_parts(operation: str, x: Term, *index: Term) -> Term:
 
 
 def stacked(x: Term) -> Term:
-    """(h, d, r) as (h d, r): the matrices of heads, one below the other. A view."""
+    """(h, d, r) as (h d, r): the matrices of heads one below the other. It is a view."""
     (h, d, r), (heads, rows, columns) = x.extents, x.names
     return _made("stacked", (x,), None, (h * d, r), (product(heads, rows), columns))
 
 
 def heads(x: Term, like: Term) -> Term:
-    """(s, h d) as (h, s, d), where `like` is (h, d, r) and x's columns are like's, stacked. A view."""
+    """(s, h d) as (h, s, d), a view. like: a term (h, d, r) whose first two axes, stacked, are x's columns."""
     (h, d, _), (of_heads, columns, _) = like.extents, like.names
     return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
 
 
 def split(x: Any, count: int) -> Term:
-    """(..., s, h d) as (..., h, s, d), h being count. A view."""
+    """(..., s, count * d) as (..., count, s, d), a view. ValueError: the columns are no multiple of count."""
     x = lifted(x)
     if x.ndim < 2 or x.names[-1] is None or (x.extents[-1] % count and not SPACES[-1].loose):
         raise ValueError(f"split_heads: takes rows whose columns are a multiple of {count}, got {x.extents}: {x}")
@@ -441,7 +461,7 @@ def split(x: Any, count: int) -> Term:
 
 
 def merged(x: Any) -> Term:
-    """(..., h, s, d) as (..., s, h d)."""
+    """(..., h, s, d) as (..., s, h d), the reverse of split."""
     x = lifted(x)
     if x.ndim < 3 or x.names[-3] is None or x.names[-1] is None:
         raise ValueError(f"merge_heads: takes (..., heads, rows, columns), got {x.extents}: {x}")
@@ -453,22 +473,22 @@ def merged(x: Any) -> Term:
 
 
 def flat(x: Term) -> Term:
-    """(n, 1) as (n,): the numbers of rows as a vector. A view."""
+    """(n, 1) as (n,): one number for each row, as a vector. It is a view."""
     return _made("flat", (x,), None, x.extents[:1], x.names[:1])
 
 
 def rows(x: Term) -> Term:
-    """(..., c) as the matrix of all its rows. A view."""
+    """(..., c) as the matrix of all rows. It is a view."""
     (*lead, columns), (*names, last) = x.extents, x.names
     return _made("rows", (x,), None, (math.prod(lead), columns), (product(*names), last))
 
 
 def viewed(x: Term) -> Term:
-    """What lies in memory where this is a view of it."""
+    """The term that lies in memory, if this one is a view of it."""
     return viewed(x.of[0]) if x.operation in ("stacked", "heads", "split", "flat", "rows", "spread") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
-    """The axis that these, one inside the other, make; one for the same ones."""
+    """The axis that is the product of these, the first one outermost. The same axes always give the same axis."""
     roots = tuple(axis.root for axis in parts if axis is not None)
     return SPACES[-1].products.setdefault(roots, Axis(*roots)) if len(roots) > 1 else roots[0] if roots else None

@@ -27,7 +27,8 @@ ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, an
 
 
 class Shape(NamedTuple):
-    """What tracing knows of an argument: its extents, () of a number; its dtype; does it come as its transpose?"""
+    """What tracing knows of an argument: its extents, () for a number; its dtype; and whether it is `turned`, the transpose of
+    what lies in memory."""
 
     extents: tuple[int, ...]
     dtype: str
@@ -40,24 +41,25 @@ class Shape(NamedTuple):
 
     @property
     def in_memory(self) -> tuple[int, ...]:
-        """The extents of the array that has its last axis contiguous: the argument's transpose where it comes as that."""
+        """The extents of the array as it lies in memory, with its last axis contiguous: the transpose of an argument that is
+        turned."""
         return self.extents[::-1] if self.turned else self.extents
 
 
 def kinds_of(shapes: Sequence[Shape]) -> tuple:
-    """What decides a program, of each argument."""
+    """The kind of each argument: what decides which program serves a call."""
     return tuple([(s.dtype, s.turned, s.ones) for s in shapes])
 
 
 def loose(kinds: tuple) -> tuple[Shape, ...]:
-    """Shapes of these kinds, whose extents say nothing."""
+    """Shapes of these kinds. Only which of their extents are 1 has a meaning."""
     return tuple([Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in kinds])
 
 
 class Traced(NamedTuple):
-    """A definition as terms. inputs: by name. roots: its results, called `outs`, as the keys of a dictionary say or by what
-    letters are left. single: is it one, by itself? spoken: what the
-    definition called its terms. space: what they were made in."""
+    """A definition as terms. inputs: (name, term) of each argument. roots: the results. outs: what these are called, by the
+    keys of a dictionary or by letters that are free. single: does the definition return one array, not a tuple? spoken: (name,
+    term) of what has a name in the definition. space: the Space that the terms were made in."""
 
     inputs: tuple[tuple[str, Term], ...]
     roots: tuple[Term, ...]
@@ -69,7 +71,7 @@ class Traced(NamedTuple):
 
 @functools.lru_cache(1024)
 def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Traced:
-    """The definition, run on terms of these shapes."""
+    """The definition, called with terms of these shapes."""
     found = _run(definition, names, shapes, None)
     if any(x.ndim in (2, 3) and x.extents[-2] == 1 for x in found.roots):  # what has one row does not broadcast along rows
         with suppress(ValueError):  # something does
@@ -80,8 +82,9 @@ def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ..
 
 
 def rows_alone(roots: Sequence[Term]) -> bool:
-    """Are leading axes more rows, nothing else? They are where all that has them has the same, is neither transposed nor the
-    right factor of a product, and meets nothing that has some of them: then arrays may come with these axes as one."""
+    """Are leading axes nothing else than more rows? Then arrays may be given with these axes joined into one. This is so if
+    all terms that have leading axes have the same, if none of them is transposed or the right factor of a product, and if none
+    meets a term that has only some of these axes."""
     every = list(walk(*roots))
     deep = [x for x in every if x.ndim > 2]
     if not deep:
@@ -127,12 +130,13 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
 
 
 def result_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """What so many results of a function with these parameters are called."""
+    """The names of `count` results of a function with these parameters."""
     return tuple(([name for name in "yzuv" if name not in names] + [f"out_{n}" for n in range(count)])[:count])
 
 
 def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str, Term]]:
-    """What the definition returns, and what it called its terms, or the one that it is made from (backward.py)."""
+    """(what the definition returns, {name: term} of its local variables). For a definition that was made from another one, as
+    a gradient is, the variables of that one. An error gets the line of the definition in which it came up."""
     spoken: dict[str, Term] = {}
     code = getattr(definition, "watched", definition).__code__
 
@@ -156,7 +160,7 @@ def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str
 
 
 def _line(error: Exception, code: Any) -> str:
-    """The line of this code that an error came by, "" if it came by none."""
+    """The line of this code in which an error came up, "" if there is none."""
     at = [frame.f_lineno for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     text = linecache.getline(code.co_filename, at[-1]).strip() if at else ""
     return f"line {at[-1]} of {os.path.basename(code.co_filename)}: {text}" if at else ""
@@ -164,7 +168,7 @@ def _line(error: Exception, code: Any) -> str:
 
 # ---- arrays ---------------------------------------------------------------------------------------------------------
 def shape_of(x: Any, name: str) -> Shape:
-    """What tracing needs to know of an argument. TypeError: it is an array without axes."""
+    """The Shape of an argument. TypeError: it is an array without axes."""
     if isinstance(x, (bool, int, float)):
         return Shape((), "float32")
     if hasattr(x, "stride"):  # torch's, which may have no address
@@ -181,7 +185,7 @@ def shape_of(x: Any, name: str) -> Shape:
 
 
 def ordinal_of(arrays: Sequence[Any]) -> int | None:
-    """Where they lie, or will lie when JAX calls."""
+    """The ordinal of the GPU on which the arrays lie, or under jax.jit will lie; None in host memory."""
     first = next(x for x in arrays if hasattr(x, "shape"))
     if tracing(first):
         return 0 if sys.modules["jax"].default_backend() == "gpu" else None

@@ -24,12 +24,12 @@ FEW, REPEAT = 6, 11  # candidates that are measured, calls of each
 
 
 def key(texts: Sequence[str], card: str) -> str:
-    """Under which a choice between these modules is remembered."""
+    """The key under which a choice between these modules on this card is remembered."""
     return "fuse" + hashlib.sha256("\0".join([card, *texts]).encode()).hexdigest()[:60]
 
 
 def measure(name: str, made: Sequence[Chosen], arrays: Sequence[Any], say: Callable[[str], None]) -> list[float]:
-    """Seconds of each of these modules on these arrays, which lie on a card."""
+    """The seconds that each of these modules takes on these arrays, which lie on a card."""
     first = describe(next(x for x in arrays if hasattr(x, "shape")), "x")
     gpu, found = device(first.device), []
     for n, one in enumerate(made):
@@ -41,17 +41,17 @@ def measure(name: str, made: Sequence[Chosen], arrays: Sequence[Any], say: Calla
 
 
 def remembered(made: Sequence[Chosen], card: str) -> list[float] | None:
-    """What `remember` kept."""
+    """The seconds that `remember` kept for these modules on this card; None if it kept nothing."""
     found = cache.recall(key([one.text for one in made], card))
     return found["seconds"] if found else None
 
 
 def remember(made: Sequence[Chosen], card: str, seconds: Sequence[float]) -> None:
-    """Keep what was measured."""
+    """Keep the measured seconds of these modules on disk."""
     cache.remember(key([one.text for one in made], card), {"seconds": list(seconds)})
 
 
 def ranked(candidates: Sequence[Candidate], seconds: Sequence[float]) -> list[Candidate]:
-    """Candidates with what was measured of the first ones, the fastest first."""
+    """The candidates, the measured ones first, the fastest first, with their seconds. seconds: of the first candidates."""
     measured = [one._replace(measured=time) for one, time in zip(candidates, seconds)]
     return [*sorted(measured, key=lambda one: one.measured or 0.0), *candidates[len(measured) :]]

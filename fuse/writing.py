@@ -25,15 +25,15 @@ SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqr
 
 
 class Writer:
-    """Writes terms whose parts have names. names: what is known by a name, by the term. spoken: what terms are
-    called where they need a name. forms: how operations are written that a kernel writes in its own way."""
+    """Writes terms as Python expressions. names: the terms that have a name. spoken: what a term may be called if it gets one.
+    forms: for operations that a kernel writes in a way of its own, a function from the term to that form."""
 
     def __init__(self, names: Mapping[Term, str], spoken: Mapping[Term, str]):
         self.names, self.spoken = dict(names), spoken
         self.forms: dict[str, Callable[[Term], str]] = {}
 
     def expression(self, x: Term) -> str:
-        """The term in one expression."""
+        """The term as one expression."""
         return self._written(x)[0]
 
     def _written(self, x: Term) -> tuple[str, int]:
@@ -56,7 +56,7 @@ class Writer:
         return self._form(x).format(*parts), binds
 
     def _form(self, x: Term) -> str:
-        """With gaps for what the term is of."""
+        """How the term's operation is written, with a gap for each operand."""
         if x.operation in self.forms:
             return self.forms[x.operation](x)
         if x.operation in MAPS:
@@ -68,8 +68,8 @@ class Writer:
         return f"halves({{}})[{x.what}]" if x.operation == "half" else WRITTEN[x.operation]
 
     def assignments(self, roots: Iterable[Term], taken: Iterable[str] = (), among: Iterable[Term] = ()) -> list[str]:
-        """A line for each part of the roots that several use and that has no name, named from now on. taken: names that are
-        not free. among: where users are counted; by default in the roots themselves."""
+        """A line for each term below the roots that is used more than once and has no name; it has one from then on. taken:
+        names that are not free. among: where uses are counted, by default in the roots."""
         roots, taken, lines = list(roots), {*taken, *self.names.values()}, list[str]()
         among = list(among) or roots
         users = collections.Counter(y for x in self._unnamed(among) for y in x.of) + collections.Counter(among)
@@ -83,7 +83,7 @@ class Writer:
         return lines
 
     def suggested(self, x: Term) -> str:
-        """What a part might be called."""
+        """A name for a term that needs one."""
         if x in self.spoken:
             return self.spoken[x]
         if x.operation == "sum":
@@ -94,7 +94,7 @@ class Writer:
         return SUGGESTED.get(x.operation, "part")
 
     def _unnamed(self, roots: list[Term]) -> list[Term]:
-        """What lies between the roots and what has names, each after its parts."""
+        """The terms from the roots down to those that have names, each after its operands."""
         found, stack = set[Term](), list(roots)
         while stack:
             x = stack.pop()
@@ -105,7 +105,7 @@ class Writer:
 
 
 def figure(value: float) -> str:
-    """A number as one writes it. Those that have no digits are math's."""
+    """A number as Python code; infinity and NaN are math.inf and math.nan."""
     if not math.isfinite(value):
         return f"{'-' * (value < 0)}math.{'nan' if value != value else 'inf'}"
     text = repr(value).replace("e+", "e")
@@ -113,25 +113,25 @@ def figure(value: float) -> str:
 
 
 def expression(x: Term) -> str:
-    """The whole term in one expression, with lengths as numbers."""
+    """The whole term as one expression, with lengths as numbers."""
     return _of_definition([x], {}).expression(x)
 
 
 def _of_definition(roots: Iterable[Term], spoken: Mapping[Term, str]) -> Writer:
-    """One that writes as definitions do."""
+    """A Writer that writes terms as a definition would."""
     writer = Writer(_leaves(roots), spoken)
     writer.forms |= dict.fromkeys(CASTS, lambda x: f"cast({{}}, {x.operation})") | {"widened": lambda x: "widened({})"}
     return writer
 
 
 def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
-    """What inputs and lengths are called outside of kernels."""
+    """The names of inputs and lengths in a text that is no kernel."""
     found = {x: x.what for x in walk(*roots) if x.operation in ("input", "length")}
     return {x: what[0] if x.operation == "input" else str(what[1]) for x, what in found.items()}
 
 
 def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
-    """The terms as their definition might have said them. roots: by name. spoken: see Writer."""
+    """The terms as a definition might have said them. roots: the results by name. spoken: see Writer."""
     every = list(walk(*roots.values()))
     writer = _of_definition(roots.values(), spoken)
     means = [x for x in every if x.operation == "div" and x.of[0].operation == "sum" and x.of[1].operation == "length"]

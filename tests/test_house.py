@@ -17,7 +17,7 @@ PAGE, FENCE = ROOT / "docs" / "house.md", "```"
 # Imports inside functions, for outside they would close a circle: an op asks, when it is called, for what is made of ops;
 # forward asks for what takes torch's tensors, where there are some.
 LATE = {
-    ("attention.softmax.forward", "attention.softmax.autograd"),
+    ("attention.softmax.forward_programs", "attention.softmax.autograd"),
     ("fuse.gradient", "fuse.backward"),
     ("fuse.terms", "fuse.writing"),
     ("tiles.op", "tiles.dtypes"),

@@ -44,7 +44,7 @@ BESIDE_QUERIES = f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}"
 
 
 def with_descales_found(table: str) -> str:
-    """A table of arguments whose descales, one of each token and head, are written as the cache is."""
+    """The rows of a schema, changed to those for descales of each token and head, which are written as the cache is."""
     return re.sub(r"(_descale +)\S+( +float32 +)optional", r"\1CTG\2updated", table)
 
 
@@ -133,12 +133,12 @@ def append(
 
 
 def of_tokens(*descales: Any) -> bool:
-    """Are they there, and is there one of each token and head?"""
+    """Are there descales, and is there one for each token and head?"""
     return all([x is not None for x in descales]) and any([len(getattr(x, "shape", ())) == 3 for x in descales])
 
 
 def tables_of(rotary: Any) -> Sequence[Any]:
-    """(cos, sin), each None where there is no rotary; TypeError."""
+    """(cos, sin), (None, None) if there is no rotary. TypeError: it is not a pair of arrays."""
     if rotary is not None and (not isinstance(rotary, Sequence) or len(rotary) != 2):
         raise TypeError(f"rotary: must be a pair (cos, sin): {type(rotary).__name__}")
     return rotary or (None, None)
@@ -146,7 +146,7 @@ def tables_of(rotary: Any) -> Sequence[Any]:
 
 @program(APPEND)
 def _append(problem: Problem, interleaved: bool, causal: bool, norm_eps: float) -> Plan:
-    """How append does calls of this form."""
+    """The Plan of a call of append."""
     queries = (problem["q"], problem["out"]) if "q" in problem else None
     step = planned(problem, interleaved, causal, Names("S", "A", queries, problem["cu_seqlens"]), norm_eps)
     return Plan(step, give=None if queries else nothing)
@@ -158,8 +158,8 @@ _append_quantising_with_queries = program(QUANTISING_WITH_QUERIES)(_append.plann
 
 
 class Names(NamedTuple):
-    """What arrays are called elsewhere: the axis of new tokens and that of queries; queries and where they go, if they are
-    rotated; where new tokens end that lie one behind the other."""
+    """What arrays and axes of a function that appends are called. new, asked: the axes of new tokens and of queries. queries:
+    (the queries, where they go), if they are rotated. ends: the ends of packed sequences of new tokens."""
 
     new: str
     asked: str
@@ -168,7 +168,7 @@ class Names(NamedTuple):
 
 
 def of_each_key(problem: Problem) -> bool:
-    """Have descales, if there are any, an axis of keys? ValueError: those of keys or of values alone."""
+    """Is there one descale for each key and head? ValueError: descales are given for keys or for values only."""
     names = "k_descale", "v_descale"
     found = {problem.axes(name) == "CTG" for name in names if name in problem}
     if len(found) > 1:
@@ -177,7 +177,8 @@ def of_each_key(problem: Problem) -> bool:
 
 
 def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, norm_eps: float) -> list:
-    """The steps of an append whose other arrays have the names and axes of GIVEN. ValueError."""
+    """The steps of a plan that append. names: what this function calls its arrays; all others have the names and axes of
+    GIVEN. ValueError: the arrays do not fit each other."""
     new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
     _check_cache(problem)
     rotary = _rotary(problem)
@@ -218,7 +219,7 @@ def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, nor
 
 
 def norm_of(problem: Problem, name: str, heads: str) -> write_kernel.Norm | None:
-    """A norm, if there is one, of the heads that are counted by that axis."""
+    """The Norm of this name, None if there is none. heads: the axis that counts its heads."""
     if name not in problem:
         return None
     arrays = problem[name], problem[f"{name}_bias"]
@@ -248,7 +249,7 @@ def _check_cache(problem: Problem) -> None:
 
 
 def _rotary(problem: Problem) -> tuple[Operand, Operand] | None:
-    """(cos, sin); ValueError."""
+    """(cos, sin) as operands. ValueError: the tables do not fit."""
     if ("cos" in problem) != ("sin" in problem):
         raise TypeError("rotary: must be a pair of arrays (cos, sin)")
     if "cos" not in problem:
@@ -264,13 +265,13 @@ def _rotary(problem: Problem) -> tuple[Operand, Operand] | None:
 
 
 class Room(NamedTuple):
-    """A step that reads lengths and pages, and refuses what has no room: ValueError. It launches nothing."""
+    """A step of a plan that reads lengths and pages, and launches nothing. ValueError: there is no room for the new tokens."""
 
     problem: Problem
     names: Names
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """At these addresses."""
+        """Check the arrays at these addresses."""
         problem = self.problem
         given = {name: problem[name] for name in ("lengths", "pages", "batch_index", "positions")} | {"ends": self.names.ends}
         found = {name: read(addresses[x.source], x.form, stream) for name, x in given.items() if x}

@@ -23,7 +23,8 @@ DESCALES = "k_descale", "v_descale"
 
 
 class Memory:
-    """For NumPy, and what all others but JAX have in common. like: an array in the place in which all lie."""
+    """What a PagedCache does with arrays of its framework. This class is NumPy's; those of other frameworks change what
+    differs. like: an array in the place where all arrays are to be."""
 
     def __init__(self, like: Any):
         self.place = self.place_of(like)
@@ -37,12 +38,12 @@ class Memory:
         return host.copy()
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """The array with other numbers, at the same address if possible."""
+        """The array with these numbers, at the same address if the framework can write."""
         array[...] = host
         return array
 
     def copy(self, pool: Any, source: int, target: int) -> Any:
-        """The pool with a page copied."""
+        """The pool with page `target` overwritten by page `source`."""
         pool[target] = pool[source]
         return pool
 
@@ -65,19 +66,19 @@ class Memory:
 
 
 class Torch(Memory):
-    """torch's."""
+    """Arrays of torch."""
 
     def new(self, host: np.ndarray) -> Any:
         return sys.modules["torch"].from_numpy(host.copy()).to(self.place, non_blocking=True)
 
     def put(self, array: Any, host: np.ndarray) -> Any:
-        """See Memory. The numbers are in pageable memory, so they have been read when this returns; the stream is not waited
-        for."""
+        """See Memory. The numbers come from pageable memory, so they have been read when this returns. It does not wait for
+        the stream."""
         return array.copy_(sys.modules["torch"].from_numpy(host), non_blocking=True)
 
 
 class CuPy(Memory):
-    """CuPy's."""
+    """Arrays of CuPy."""
 
     def new(self, host: np.ndarray) -> Any:
         with self.place:
@@ -89,7 +90,7 @@ class CuPy(Memory):
 
 
 class Jax(Memory):
-    """For JAX. Rows are rotated by XLA, which may round a product and a sum together."""
+    """Arrays of JAX. XLA rotates rows, and may round a product and a sum together."""
 
     def place_of(self, like: Any) -> Any:
         (device,) = like.devices()

@@ -238,11 +238,11 @@ class PagedCache:
 
     # ---- pools -------------------------------------------------------------------------------------------------------
     def _pools(self, layer: int) -> Pools:
-        """All of a layer's: K, V, and descales."""
+        """All pools of a layer: K, V, and the descales if there are any."""
         return *self.layers[layer], *self.descales[layer].values()
 
     def _keep(self, layer: int, pools: Pools) -> None:
-        """These from now on."""
+        """Let these be the pools of a layer from now on."""
         k, v, *descales = pools
         self.layers[layer], self.descales[layer] = (k, v), dict(zip(DESCALES, descales))
 
@@ -251,25 +251,25 @@ class PagedCache:
         return -(-tokens // self.page_size)
 
     def _taken(self) -> int:
-        """A free page, now of one."""
+        """Take a free page, for one sequence."""
         page = self._free.pop()
         self._sharers[page] = 1
         return page
 
     def _left(self, page: int) -> None:
-        """One fewer shares a page."""
+        """Note that one sequence fewer shares this page; the page is free after the last one."""
         self._sharers[page] -= 1
         if not self._sharers[page]:
             self._free.append(page)
 
     def _hold(self, sequence: int, page: int) -> None:
-        """A sequence's next page."""
+        """Give a sequence its next page."""
         held = self._held[sequence]
         self._table[sequence, len(held)] = page
         held.append(page)
 
     def _drop(self, sequence: int, keep: int) -> None:
-        """A sequence's pages, all but the first so many."""
+        """Take all pages from a sequence but its first `keep`."""
         held = self._held[sequence]
         for page in held[keep:]:
             self._left(page)
@@ -277,7 +277,7 @@ class PagedCache:
         self._table[sequence, keep:] = NONE
 
     def _own(self, sequence: int, which: int) -> None:
-        """A copy, in all layers, of a page that others share."""
+        """Give a sequence a copy, in all layers, of a page that it shares with others."""
         page, new = self._held[sequence][which], self._taken()
         for layer in range(len(self.layers)):
             self._keep(layer, tuple(self._memory.copy(pool, page, new) for pool in self._pools(layer)))
@@ -298,7 +298,7 @@ class PagedCache:
                 raise ValueError(f"sequence {n} is not in use; those in use: {self.sequences}")
 
     def _counts(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> dict[int, int]:
-        """How many tokens of each sequence."""
+        """The number of tokens for each sequence."""
         self._check(sequences)
         each = [tokens] * len(sequences) if isinstance(tokens, (int, np.integer)) else tokens
         if not hasattr(each, "__len__") or not all(hasattr(n, "__index__") for n in each):
@@ -311,7 +311,7 @@ class PagedCache:
         return dict(zip(sequences, counts))
 
     def _publish(self) -> None:
-        """What the host knows, where the pools lie."""
+        """Copy what the host knows of the sequences to the arrays where the pools lie."""
         self._rows.clear()
         self.pages = self._memory.put(self.pages, self._table)
         self.lengths, self.starts = self._memory.put(self.lengths, self._lengths), self._memory.put(self.starts, self._starts)

@@ -77,7 +77,7 @@ def quantize(
 
 @program(QUANTIZE)
 def _quantize(problem: Problem, centred: bool, settled: bool) -> Plan:
-    """How quantize does calls of this form; settled: the descale is to be found."""
+    """The Plan of a call of quantize. settled: must the descale be computed?"""
     batch, rows, heads, columns = problem("BSGD")
     if columns % 8 or not 8 <= columns <= 256:
         raise problem.error("x", f"head_dim must be a multiple of 8, from 8 to 256: head_dim={columns}", "x")

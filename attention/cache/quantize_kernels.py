@@ -38,7 +38,7 @@ SUM, GREATEST, SMALLEST = range(3)  # their places in a part
 
 @dataclass(frozen=True)
 class Config:
-    """Which of the kernels, and the dtype of the array. centred: the mean is subtracted."""
+    """A kernel's configuration. kernel: which one. of: the dtype of the array. centred: is the mean subtracted?"""
 
     kernel: str
     of: dtype
@@ -50,7 +50,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """Every kernel; fp16 with `everything`."""
+    """Every kernel; for fp16 with `everything`."""
     if capability(arch)[:2] >= FP8:
         for of in (bf16, fp16) if everything else (bf16,):
             yield Config("parts", of, False)

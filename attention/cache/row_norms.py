@@ -14,7 +14,7 @@ from tiles.arguments import FLOAT, array
 
 @static
 class AsTheyAre:
-    """No norm."""
+    """Rows without a norm."""
 
     changes = False
 
@@ -23,12 +23,12 @@ class AsTheyAre:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     @inlined
     def of_rows(self, gX, part, at, given):
-        """What the rows from `at` (batch, token, head) on are normalised by. They are read as tiles of type `part`."""
+        """What the rows from `at` (batch, token, head) on are normalised by. They are read in tiles of type `part`."""
         return None
 
     @inlined
@@ -47,7 +47,7 @@ AS_THEY_ARE = AsTheyAre()
 
 @static
 class Rms(AsTheyAre):
-    """An RMS norm, of queries or of keys: the arguments of both have their own names."""
+    """An RMS norm, of queries or of keys. The arguments of the two have names of their own."""
 
     changes = True
 

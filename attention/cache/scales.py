@@ -50,7 +50,7 @@ class New(NamedTuple):
 
 @static
 class Unscaled:
-    """Rows are not divided, only rounded to the dtype of the cache."""
+    """Rows are rounded to the dtype of the cache, and not divided."""
 
     to: dtype
 
@@ -59,7 +59,7 @@ class Unscaled:
 
     @property
     def array(self) -> Any:
-        """The kernel's parameter that it reads or writes."""
+        """The type of the kernel's parameter that this reads or writes."""
         return array(2)
 
     @property
@@ -69,8 +69,8 @@ class Unscaled:
 
     @inlined
     def of(self, gScale, sequence, there, head, of_key, new, norm):
-        """The numbers by which some heads of K or V are divided; these go `there`, to a page and a slot. new: see New. norm: of
-        keys."""
+        """The numbers by which some heads of K or V are divided. The rows go `there`, to a page and a slot. new: see New.
+        norm: of keys."""
         return 1.0
 
     @inlined
@@ -95,7 +95,7 @@ class Given(Unscaled):
 
 
 class Found(Given):
-    """Rows are divided by numbers that are found here and written to gScale[page, slot, head]."""
+    """Rows are divided by numbers that are computed here, and written to gScale[page, slot, head]."""
 
     def __str__(self):
         return ", scales found"

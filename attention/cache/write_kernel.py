@@ -39,8 +39,8 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Config:
-    """The dtypes of new rows and of the cache, the numbers by which rows are divided, and the norms of keys and of queries
-    before they are rotated."""
+    """A kernel's configuration: the dtypes of new rows and of the cache, the scales by which rows are divided, and the norms
+    of keys and of queries before they are rotated."""
 
     new: dtype
     cache: dtype
@@ -51,7 +51,7 @@ class Config:
 
     @property
     def given(self):
-        """What the kernel is told of norms."""
+        """The record of what norms need in the kernel."""
         return record(**self.keys.given | self.queries.given)
 
     def __str__(self):
@@ -59,7 +59,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """Every kernel: fp8 where there are instructions for it."""
+    """Every kernel; those for fp8 on architectures that have instructions for it."""
     for of in (bf16, fp16) if everything else (bf16,):
         yield Config(of, of)
         if capability(arch)[:2] >= FP8:
@@ -69,7 +69,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 def _moving(scales: Unscaled, norm: AsTheyAre):
-    """The two ways in which rows go to the target, as functions (copied, rotated) of (source, (batch, token), target, (page,
+    """(copied, rotated): the two ways in which rows go to the target, as functions of (source, (batch, token), target, (page,
     slot), ...). of_rows: what the rows are normalised by."""
 
     @inlined
@@ -295,5 +295,5 @@ def _pairs(x: Operand, pairs: int, interleaved: bool) -> Operand | None:
 
 
 def _of_heads(scale: Operand | None, lengths: Operand) -> Operand | None:
-    """Scales with an axis of sequences and one of heads; those of tokens as they are."""
+    """Scales with an axis for sequences and one for heads. Scales for each token are returned as they are."""
     return scale.spread(0, lengths.shape[0]) if scale and len(scale.shape) == 1 else scale

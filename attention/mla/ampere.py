@@ -34,8 +34,9 @@ KEYS, WARPS = 16, 4  # keys that a warp finds scores of; warps of a block, each 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: which caches it reads and where its output goes; and its shape: `band` rows, `kv`
-    keys of a tile, stages of the pipeline. early: may it begin while the grid before it ends?"""
+    """A kernel's configuration. dtype: of the cache, the queries and the output. reach: which keys a token sees. cache: where
+    latents lie. result: where the output goes. early: may the kernel begin before the launch ahead of it has ended? band: rows
+    of a tile, heads and tokens together. kv: keys of a tile. stages: of the pipeline."""
 
     dtype: dtype
     reach: Reach
@@ -50,7 +51,7 @@ class Config:
 
     @property
     def given(self):
-        """What the kernel is told of all these."""
+        """The record of numbers and arrays that reach, cache and result need in the kernel."""
         return record(**self.reach.given, **self.cache.given, **self.result.given)
 
     def __str__(self):
@@ -68,15 +69,15 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the
 
 
 def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
-    """The configuration that serves `rows` rows of a sequence on a GPU whose blocks may have `room` bytes of shared memory."""
+    """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
     return Config(of, reach, cache, result, early, band, *shapes[band])
 
 
 def asked_for(arch: str, everything: bool, pieces: Sequence[int], room: int) -> Iterator[tuple[Any, ...]]:
-    """What an architecture's problems ask of config_for: bf16, one token, whole pieces; or `everything`. fp16 takes the same
-    registers."""
+    """The arguments of config_for that occur on an architecture: for bf16, one token and whole pieces, or for `everything`.
+    fp16 takes as many registers as bf16."""
     one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
     kinds = [(one, Dense, Whole), (several, Paged, Part)]
     kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
@@ -86,7 +87,7 @@ def asked_for(arch: str, everything: bool, pieces: Sequence[int], room: int) -> 
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What an architecture is served with."""
+    """The configurations that an architecture is served with."""
     yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES, ROOM.get(arch, LEAST)))
 
 
@@ -111,8 +112,9 @@ def make(config: Config):
         gQ: array(5, INPUT), gLatent: array(4, INPUT), given: GIVEN,
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """Of one of `bands` tiles of rows, `group` heads and `tokens` tokens of a sequence, over one of `splits` parts of the
-        keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        """Attention of one of `bands` tiles of rows (a row is one of `group` heads of one of `tokens` tokens) over one of
+        `splits` parts of the keys. The weight of a score s is exp2(`scale` s). slack: by how much the maximum may lag behind
+        the scores."""
         q, k, weights, scratch = smem.open()
         if EARLY:
             if not IS_WHOLE:

@@ -15,7 +15,7 @@ BEHIND = LATENT // ROTARY  # rotated columns are so many times their own number 
 
 @static
 class Dense:
-    """Sequence n in batch n of an array (batch, row, head, column)."""
+    """Sequence n lies in batch n of an array (batch, row, head, column)."""
 
     writers = ahead = 0  # warps that store tiles; further tiles of rotated columns that are under way
 
@@ -24,29 +24,29 @@ class Dense:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     def source(self, tile: st) -> Any:
-        """What the kernel says of the array that such tiles come from."""
+        """How a kernel declares the array that tiles of this type are loaded from."""
         return tiled(tile, unit=1)
 
     @inlined
     def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        """Bring tile j of both rings: the sequence's rows from `key` on. Rows from `end` on are anything."""
+        """Have TMA bring tile j of both rings, the sequence's rows from `key` on. Rows from `end` on may hold anything."""
         latent.fill(j, gLatent, (sequence, key, 0, 0))
         rotary.fill(j, gRotary, (sequence, key, 0, BEHIND))
 
     @inlined
     def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
-        """All `n` tiles, from key `first` on. By the producer's warps."""
+        """Have TMA bring all `n` tiles, from key `first` on. The producer's warps call it."""
         for j in range(n):
             key = int32(first + pipes.latent.tile.rows * j)
             self.fill(pipes.latent, pipes.rotary, j, gLatent, gRotary, sequence, key, end, given)
 
 
 class Indexed(Dense):
-    """Sequence n in batch given.batch_index[n]."""
+    """Sequence n lies in batch given.batch_index[n]."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ class Indexed(Dense):
 
 @static
 class Paged(Dense):
-    """In pages of an array (page, row, head, column), whose numbers are given.pages[n]: a tile of keys is `parts` boxes, and
-    each of them lies in one page."""
+    """Sequence n lies in the pages given.pages[n] of an array (page, row, head, column). A tile of keys is `parts` boxes, each
+    of which lies in one page."""
 
     parts: int
 
@@ -78,7 +78,8 @@ class Paged(Dense):
 
     @inlined
     def fill(self, latent, rotary, j, gLatent, gRotary, sequence, key, end, given):
-        """See Dense. Of a box behind the end the last one comes instead, for the table says of no page there."""
+        """See Dense. For a box beyond the end of the sequence the last one is loaded instead, because the table has no page
+        for it."""
         parts, rows = self.parts, latent.tile.rows // self.parts
         for part in range(parts):
             first = int32(min(key + rows * part, (end - 1) // rows * rows))

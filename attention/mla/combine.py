@@ -24,7 +24,8 @@ SLABS = LATENT // COLUMNS
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: where the output goes. A block is a warp. early: may it begin while the grid before it ends?"""
+    """A kernel's configuration. result: where the output goes. early: may the kernel begin before the launch ahead of it has
+    ended? A block is one warp."""
 
     result: Whole
     early: bool
@@ -32,7 +33,7 @@ class Config:
 
     @property
     def given(self):
-        """What the kernel is told of that."""
+        """The record of what `result` needs in the kernel."""
         return record(**self.result.given)
 
     def __str__(self):
@@ -40,7 +41,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """The configurations that an architecture is served with."""
     yield from (Config(Whole(of, 16), arch >= "sm_90") for of in (bf16, fp16)[: 1 + everything])
 
 
@@ -51,7 +52,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(parts: array(5), sums_: array(4), given: GIVEN, bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT):
-        """Of one of `bands` tiles of rows one of the slabs of columns; see ampere.py."""
+        """Join the parts of one of `bands` tiles of rows, for one of the SLABS of columns. See ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, SLABS)
         sequence, band = divmod(every, bands)
         row, col = int32(ROWS * band), int32(COLUMNS * slab)

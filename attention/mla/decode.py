@@ -138,7 +138,7 @@ def mla_decode(
 
 @program(MLA_DECODE, no_gradient="attention.mla_decode has no gradient: attention.forward has")
 def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None) -> Plan:
-    """How mla_decode does calls of this form; lse is never given."""
+    """The Plan of a call of mla_decode on a cache of 16 bits. The schema's `lse` is a result, which a caller cannot give."""
     if problem("D") != (COLUMNS,):
         raise problem.error("q", f"must have {COLUMNS} columns, {LATENT} of latents and the others rotated", "q", "latent")
     if problem("V") != (LATENT,):  # of out, if it is given
@@ -171,7 +171,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
 def _mla_decode_fp8(
     problem: Problem, causal: bool, splits: int | None, scale: float, return_lse: bool, family: str | None
 ) -> Plan:
-    """The same of a cache of 8 bits."""
+    """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
     if problem("DVK") != (COLUMNS, LATENT, ROTARY):
         wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
         raise problem.error("latent", wanted, "q", "latent", "rotary")
@@ -206,7 +206,8 @@ def _plan(
     problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], piece: int, causal: bool, splits: int | None,
     scale: float, return_lse: bool,
 ) -> Plan:  # fmt: skip
-    """The launches of a module's kernels, of the configurations shape(reach, result), which are told of these arrays."""
+    """The Plan of a call: the launch of attention, and if several blocks share the keys the one that joins their results.
+    kernels: the module. shape: shape(reach, result) is a configuration. arrays: what its kernel takes besides."""
     batch, tokens, heads, batches, keys = problem("BSHCT")
     most_keys = keys * (problem("M")[0] if "pages" in problem else 1) if batches else 0
     out, lse = problem["out"], problem["lse"] if return_lse else None
@@ -245,13 +246,13 @@ def _plan(
 
 
 def _check_heads(problem: Problem) -> None:
-    """ValueError: there are none, and rows are counted by them."""
+    """ValueError: there are no heads, by which rows are counted."""
     if problem("H") == (0,):
         raise problem.error("q", "must have at least one head", "q")
 
 
 def _cache(problem: Problem, piece: int) -> Dense:
-    """How latents lie. ValueError."""
+    """Where latents lie. ValueError: pages and batch_index are both given; or there is neither, and batches differ."""
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
@@ -264,7 +265,7 @@ def _cache(problem: Problem, piece: int) -> Dense:
 
 
 def _box(problem: Problem) -> boxes.Dense | None:
-    """The same for TMA; None: it would take so small boxes that the producer's warps gather rows sooner."""
+    """How TMA finds latents. None if its boxes would be so small that the producer's warps are faster at gathering rows."""
     if "pages" not in problem:
         return boxes.Indexed() if "batch_index" in problem else boxes.Dense()
     rows = math.gcd(problem("T")[0], hopper.KV)
@@ -272,7 +273,7 @@ def _box(problem: Problem) -> boxes.Dense | None:
 
 
 def _one_head(operand: Operand, axis: int) -> Operand:
-    """With an axis of key heads, of which there is one, before `axis`."""
+    """The operand with an axis for its only key head, before `axis`."""
     form = operand.form
     shape, strides = form.shape, form.strides
     shape, strides = (*shape[:axis], 1, *shape[axis:]), (*strides[:axis], strides[axis - 1], *strides[axis:])

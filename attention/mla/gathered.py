@@ -17,9 +17,9 @@ TEAMS, BAND = 2, 16  # of warps; rows that a warp widens at once
 
 @static
 class Gathered:
-    """Rows of 16 bits, behind each latent what is rotated, by cp.async. Two warps bring the even tiles, two the odd ones, half
-    of the rows each: one tile is under way while the other is made ready. cache: where they lie. part: a warp's rows of them,
-    as a tile holds them."""
+    """Rows of 16 bits, in which the rotated columns follow the latent, are copied by cp.async. Two warps bring the even tiles,
+    two the odd ones, each half of the rows, so that one tile is on its way while another is published. cache: where the rows
+    lie. part: the shared tile of a warp's rows."""
 
     cache: Dense
     part: st
@@ -31,16 +31,16 @@ class Gathered:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return self.cache.given
 
     def source(self, tile: st) -> Any:
-        """What the kernel says of the array that such tiles come from."""
+        """How a kernel declares the array that tiles of this type are loaded from."""
         return array(4, tile.dtype)
 
     @inlined
     def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
-        """All `n` tiles, from key `first` on; rows from `end` on are 0. By the producer's warps."""
+        """Bring all `n` tiles, from key `first` on; rows from `end` on become 0. The producer's warps call it."""
         rows, (team, half) = self.part.rows, (warpgroup.rank() // TEAMS, warpgroup.rank() % TEAMS)
         key = int32(first + rows * (TEAMS * team + half))
         found = self.cache.find(self.part, gLatent, sequence, key, end, given)
@@ -58,9 +58,10 @@ class Gathered:
 
 @static
 class Narrow(Gathered):
-    """Latents of e4m3, which a tile holds as fp16, with a number a token to multiply them by; what is rotated lies apart. A
-    warp has its rows of the next tile in registers, so that they wait for no place in shared memory, and this one for no bytes.
-    numbers, turned: a warp's numbers, and rotated columns."""
+    """Latents of float8_e4m3fn, which are widened to fp16 for the shared tile. Each has a number to be multiplied by, and the
+    rotated columns are an array of their own. A warp loads its rows of the next tile into registers ahead, so that neither
+    loading waits for room in shared memory, nor widening for bytes. numbers, turned: the shared tiles of a warp's numbers and
+    of its rotated columns."""
 
     numbers: sv
     turned: st
@@ -75,7 +76,8 @@ class Narrow(Gathered):
 
     @inlined
     def start(self, pipes, j, gLatent, gRotary, gDescale, sequence, key, end, given):
-        """A warp's rows of tile j, from `key` on: latents, on their way to registers; all else is to shared memory."""
+        """Begin to load a warp's rows of tile j, from `key` on. Returns the latents, on their way to registers; numbers and
+        rotated columns go to shared memory."""
         rows, rank = self.part.rows, warpgroup.rank()
         found = self.cache.find(self.part, gLatent, sequence, key, end, given)
         numbers = self.cache.find(self.numbers, gDescale, sequence, key, end, given)

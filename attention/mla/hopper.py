@@ -38,7 +38,8 @@ PIECE = 16  # bytes that all addresses are multiples of
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: what its caches hold, how it reads them and where its output goes."""
+    """A kernel's configuration. product: what the cache holds, and how it is multiplied (products.py). reach: which keys a
+    token sees. cache: how latents are brought (boxes.py, gathered.py). result: where the output goes."""
 
     product: Same
     reach: Reach
@@ -51,7 +52,7 @@ class Config:
 
     @property
     def given(self):
-        """What the kernel is told of all these."""
+        """The record of numbers and arrays that reach, cache and result need in the kernel."""
         return record(**self.reach.given, **self.cache.given, **self.result.given)
 
     def __str__(self):
@@ -59,7 +60,8 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with; fp16, which takes the same registers, other caches and smaller pages with `everything`."""
+    """The configurations that an architecture is served with. fp16, which takes as many registers as bf16, other caches and
+    smaller pages come with `everything` only."""
     if arch == "sm_90a":
         one, several = Reach(False, False, False), Reach(False, True, False)
         kinds = [(one, Dense(), Whole), (several, Paged(1), Part)]
@@ -74,7 +76,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: Whole) -> Config:
-    """The configuration whose producer's warps gather rows, of fp8 if they are narrow."""
+    """The configuration in which the producer's warps gather rows, of fp8 if `narrow`."""
     if narrow:
         latents, rotated = st(BAND, LATENT, fp8e4m3, ROTARY), st(BAND, ROTARY, of)
         return Config(Widened(of), reach, Narrow(cache, latents, sv(BAND, fp32), rotated), result)
@@ -82,8 +84,8 @@ def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: Whol
 
 
 class Pipes(NamedTuple):
-    """What a block has in shared memory: its queries, tiles of latents and of rotated columns, and the rows' maxima of even and
-    of odd ones; where latents are multiplied by numbers, these."""
+    """What a block has in shared memory: its queries, rings of tiles of latents and of rotated columns, the rows' maxima of
+    even and of odd tiles, and the numbers that latents are multiplied by, if there are any."""
 
     q: Any
     q_rotary: Any
@@ -122,7 +124,8 @@ def make(config: Config):
 
     @inlined
     def rows_of(gQ, Q, spot, col):
-        """A warp's rows of some columns of Q. A token's rows lie in one place; zeros are loaded where others are."""
+        """A warp's rows of some columns of Q. The rows of a token lie together; for the rows of other tokens zeros are
+        loaded."""
         x = zeros(Q)
         for token in range(spot.first, spot.last + 1):
             x = x + load(gQ, Q, (spot.sequence, token, 0, int32(spot.row - token * spot.group), col), 3, 4)
@@ -130,7 +133,7 @@ def make(config: Config):
 
     @inlined
     def bring(pipes, gQ, spot, me):
-        """The block's rows of Q, into shared memory."""
+        """Load the block's rows of Q into shared memory."""
         rank = warpgroup.rank()
         own, rotated = rows_of(gQ, Q, spot, int32(OWN * me)), rows_of(gQ, Q_ROTARY, spot, LATENT)
         store(subtile(pipes.q, 16, rank, OWN, me), product.queries(own))
@@ -140,7 +143,8 @@ def make(config: Config):
 
     @inlined
     def scores(j, key, end, units, pipes):
-        """Those of tile j, in flight. Rows behind the sequence's end are cleared: a weight of 0 does not make up for a NaN."""
+        """The scores of tile j, pending. Rows beyond the end of the sequence are cleared first, because a weight of 0 times
+        NaN is NaN."""
         tile = pipes.latent.wait(j)
         if WRITERS == 0 and key + KV > end:
             warpgroup.zero_rows(tile, int32(end - key))
@@ -148,7 +152,7 @@ def make(config: Config):
 
     @inlined
     def weighed(s, units, seen, key, at, inner, scale, slack):
-        """(the weights of a tile of scores, what has then been seen); rows see all keys before `inner`."""
+        """(the weights of a tile of scores, the softmax's state after it). All rows see all keys before `inner`."""
         if key + KV > inner:
             s = reach.mask(s, at, key, at.keys)
         seen = seen.moved(s, None, scale, slack)
@@ -157,7 +161,8 @@ def make(config: Config):
 
     @inlined
     def hand_on(j, p, seen, pipes, tops):
-        """To the other consumer the weights of tile j, in the place of its rotated columns, and the maxima they count from."""
+        """Give the weights of tile j to the other consumer, in place of the tile's rotated columns, and the maxima that they
+        refer to."""
         warpgroup.sync()  # all four warps have their scores: nobody reads these columns any more
         warpgroup.store(viewed(pipes.rotary.wait(j), WEIGHTS), p)
         warpgroup.sync()
@@ -166,7 +171,7 @@ def make(config: Config):
 
     @inlined
     def taken(j, seen, pipes, tops, me, scale):
-        """What has been seen with tile j, whose weights are the other's; in flight: O."""
+        """(the output with tile j, pending; the softmax's state with it). The other consumer has made the weights."""
         m = warpgroup.load(tops.wait(j // 2), O.col_vec)
         tops.release(j // 2)
         seen = seen.follow(m, scale)
@@ -175,7 +180,7 @@ def make(config: Config):
 
     @inlined
     def done(j, o, seen, pipes):
-        """What has been seen, once O is there; tile j may then be overwritten."""
+        """The softmax's state once the output is there; from then on tile j may be overwritten."""
         seen = seen._replace(o=warpgroup.wait(o))
         pipes.latent.release(j)
         pipes.rotary.release(j)
@@ -183,7 +188,7 @@ def make(config: Config):
 
     @inlined
     def evenly(n, first, inner, seen, pipes, at, scale, slack):
-        """What has been seen of n tiles from key `first` on, by the consumer that makes the scores of even ones."""
+        """The softmax's state after n tiles from key `first` on, in the consumer that makes the scores of even tiles."""
         for j in range(0, n, 2):
             key = int32(first + KV * j)
             units = product.units(pipes, j)
@@ -199,7 +204,7 @@ def make(config: Config):
 
     @inlined
     def oddly(n, first, inner, seen, pipes, at, scale, slack):
-        """The same by the other one, whose scores are under way while it takes up the values of the tile before."""
+        """The same in the other consumer, whose scores are computed while it takes up the values of the tile before."""
         for j in range(0, n, 2):
             key = int32(first + KV * (j + 1))
             if j + 1 < n:

@@ -9,7 +9,7 @@ UNITS = rt(16, KV, fp32).row_vec
 
 @static
 class Same:
-    """Latents are of queries' dtype. wide: which that is."""
+    """The cache has the dtype of the queries, `wide`."""
 
     wide: dtype
 
@@ -18,39 +18,39 @@ class Same:
 
     @property
     def takes(self) -> dtype:
-        """What the products take latents, queries and weights as."""
+        """The dtype of the factors of both products."""
         return self.wide
 
     def rings(self, stages: int, readers: int, writers: int) -> dict[str, ring]:
-        """What brings the numbers by which latents are multiplied."""
+        """{name: ring} of what brings the numbers that latents are multiplied by; none here."""
         return {}
 
     @inlined
     def queries(self, x):
-        """What the products take of some columns of queries."""
+        """Some columns of the queries, in the dtype that the products take."""
         return x
 
     @inlined
     def scores(self, q, q_rotary, latent, rotary, units):
-        """Those of a tile, in flight."""
+        """The scores of a tile, pending."""
         return warpgroup.mma_ABt(warpgroup.mm_ABt(q, latent), q_rotary, rotary)
 
     @inlined
     def units(self, pipes, j):
-        """What tile j's latents are multiplied by."""
+        """The numbers that the latents of tile j are multiplied by."""
         return 1.0
 
     @inlined
     def weights(self, p, units):
-        """Weights as the product with values takes them."""
+        """The weights, in the dtype that the product with the values takes."""
         return self.wide(p)
 
 
 @static
 class Widened(Same):
-    """Latents are of fp8, and lie in shared memory as fp16; each has a number to multiply it by: so are the
-    scores of the unrotated columns, before the others join them, and the weights. No latent is rounded again. Queries become
-    fp16."""
+    """The cache is fp8, and lies in shared memory as fp16. Each latent has a number to be multiplied by. Instead of the
+    latent, the scores of its unrotated columns and its weight are multiplied, so that no latent is rounded again. Queries
+    become fp16."""
 
     def __str__(self):
         return f"{self.wide} of fp8"

@@ -51,8 +51,9 @@ KEYS, GROUPS = 16, 3  # keys that a warp finds scores of; groups of copies that 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel: see ampere.py; `band` rows, and `warps` of 16 keys of a tile each. resident: blocks that a multiprocessor is to
-    work on, one of which has products while the other's warps wait for each other."""
+    """A kernel's configuration: see ampere.py. band: rows of a tile. warps: of a block, each of which finds the scores of 16
+    keys of a tile. resident: how many blocks should share a multiprocessor, so that one multiplies while the warps of another
+    wait for each other."""
 
     dtype: dtype
     reach: Reach
@@ -76,7 +77,7 @@ class Config:
 
     @property
     def given(self):
-        """What the kernel is told of all these."""
+        """The record of numbers and arrays that reach, cache and result need in the kernel."""
         return record(**self.reach.given, **self.cache.given, **self.result.given)
 
     def __str__(self):
@@ -95,7 +96,7 @@ ROOM = {"sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
 def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
-    """The configuration that serves `rows` rows of a sequence on a GPU whose blocks may have `room` bytes of shared memory."""
+    """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
     shape = PAGED if type(cache) is Paged and room >= LARGE and band == BAND else shapes[band]
@@ -103,7 +104,7 @@ def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What an architecture is served with, which has instructions for fp8."""
+    """The configurations that an architecture with instructions for fp8 is served with."""
     if arch != "sm_80":
         yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES, ROOM.get(arch, LEAST)))
 
@@ -129,7 +130,8 @@ def make(config: Config):
 
     @inlined
     def rows_of(gQ, spot, col):
-        """The block's rows of some columns of Q. A token's rows lie in one place; zeros are loaded where others are."""
+        """The block's rows of some columns of Q. The rows of a token lie together; for the rows of other tokens zeros are
+        loaded."""
         x = zeros(Q)
         for token in range(spot.first, spot.last + 1):
             x = x + load(gQ, Q, (spot.sequence, token, 0, int32(spot.row - token * spot.group), col), 3, 4)
@@ -137,7 +139,7 @@ def make(config: Config):
 
     @inlined
     def bring(q, q_rotary, gQ, spot, warp):
-        """The block's rows of Q, into shared memory, as the products take them."""
+        """Load the block's rows of Q into shared memory, in the dtype that the products take."""
         for i in range(warp, LATENT // PANEL, WARPS):
             store(subtile(q, BAND, 0, PANEL, i), unzipped(fp16(rows_of(gQ, spot, int32(PANEL * i)))))
         if warp == 0:

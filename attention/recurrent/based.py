@@ -82,7 +82,7 @@ def based(
 
 @program(BASED)
 def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
-    """How based does calls of this form; state and z are never given."""
+    """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot give."""
     rules.check(problem)
     scale = rules.scale_of(problem, scale)
     config = based_hopper.Config(rules.DTYPES[problem.dtype], normalize, rules.varlen(problem))

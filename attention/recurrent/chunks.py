@@ -38,14 +38,15 @@ Scratch = list[tuple[tuple[int, ...], str]]
 
 @functools.lru_cache(1024)
 def one(kind, *fields):
-    """The one object of a kind with these fields: making one takes ten times as long as looking it up."""
+    """kind(*fields), one object for equal fields: to look it up takes a tenth of the time that it takes to make it."""
     return kind(*fields)
 
 
 class Costs(NamedTuple):
-    """What takes how long in a member's kernels, in units of the time of a chunk of the last pass with one consumer a block.
-    both: a chunk with two consumers. again: a chunk of the pass before. added: what it takes to go on from the state before one
-    segment to that before the next. launches: two more. within: up to so many segments the last pass adds up itself."""
+    """How long the parts of a member's computation take. The unit is the time for a chunk in the last pass, with one consumer
+    in each block. both: a chunk with two consumers. again: a chunk in the pass before. added: to go on from the state before
+    one segment to the state before the next. launches: two more launches. within: up to so many segments, the last pass itself
+    adds up what segments leave."""
 
     both: float
     again: float
@@ -57,9 +58,9 @@ class Costs(NamedTuple):
 @follows
 @functools.lru_cache(1024)
 def in_launches(items: int, width: int, before: int, chunks: int, places: int, costs: Costs) -> int:
-    """Into how many segments to cut each sequence so that all are done soonest: there are `items` sequences of so many chunks,
-    counted by head, their states are `width` blocks of columns wide, `before` in the pass before, and the GPU runs `places`
-    thread blocks at once."""
+    """Into how many segments each sequence should be cut, for the shortest time. items: how many sequences there are, counted
+    by head. width: the blocks of columns of their states in the last pass; before: in the pass before. chunks: of each
+    sequence. places: how many thread blocks the GPU runs at once."""
 
     def rounds(blocks, width):
         if blocks * width <= places:
@@ -81,7 +82,7 @@ BY_TOKEN = Costs(both=1, again=0.6, added=0.5, launches=3, within=4)
 
 
 class Scratches:
-    """The scratch memory of a plan: called with a shape it gives an array more, of float32."""
+    """The scratch memory of a plan. A call with a shape adds a float32 array of that shape and returns it."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -100,11 +101,12 @@ def by_token(
     softplus: bool = False,
     normalizer: Arrays | None = None,
 ) -> tuple[list[Step], Scratch]:
-    """The launches for decays that are one number a token and head, and the scratch memory between them.
+    """(the launches, the scratch memory between them) for decays that are one number for each token and head, or for each
+    head.
 
-    arrays: those of chunk_hopper.py, states with their columns first. piece: bytes that cp.async copies at once, and 0 where
-    TMA brings whole tiles. softplus: of Mamba-2's steps. normalizer: the states gStart and gState of one that outputs are
-    divided by."""
+    arrays: those of chunk_hopper.py by its parameters' names, the states with their columns first. piece: how many bytes
+    cp.async copies at once, 0 if TMA brings whole tiles. softplus: Mamba-2's option. normalizer: {"gStart": , "gState": } of
+    the sum of keys, if outputs are divided by a normalizer."""
     batch, length, heads, key_heads, columns, sequences = problem("BSHGVN")
     arrays = _as_kernels_have_them(problem, arrays, bool(piece))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
@@ -140,9 +142,10 @@ def by_token(
 
 
 def of_segments(problem: Problem, arrays: Arrays, piece: int = 0, softplus: bool = False) -> tuple[list[Step], Scratch]:
-    """The launch that finds what each segment leaves of a state of 0, and by what it multiplies a state, exp2 of a number: two
-    arrays of scratch memory, (sequence, head, segment, columns, Dk) and (.., segment, 1). There are as many segments as
-    by_token would cut, and at least one."""
+    """(the launch that finds what each segment does to a state, its scratch memory). The scratch memory is what it finds: what
+    the segment leaves of a state of 0, (sequence, head, segment, columns, Dk), and the logarithm to the base 2 of the number
+    by which it multiplies a state, (sequence, head, segment, 1). There are as many segments as by_token would cut, at least
+    one."""
     arrays = _as_kernels_have_them(problem, arrays, bool(piece))
     scratched = Scratches(problem)
     width = -(-problem.extents["V"] // chunk_hopper.COLUMNS)
@@ -159,7 +162,8 @@ def _alone(
     walked: int,
     scratched: Callable[..., Operand],
 ) -> Step:
-    """The launch of the first `walked` of so many segments by themselves; what it finds is then among the arrays."""
+    """The launch of the first `walked` of `parts` segments, each from a state of 0. It adds to `arrays` where the results
+    are."""
     sequences, heads, columns = problem("NHV")
     width = -(-columns // chunk_hopper.COLUMNS)
     arrays["gLocal"] = scratched(sequences, heads, walked, columns, problem.extents["K"])
@@ -179,7 +183,8 @@ def _of_chunks(
     piece: int,
     begun: int = 1,
 ) -> Step:
-    """The launch of a kernel of chunks, for `walked` of the segments; begun: states that are given for each sequence."""
+    """The launch of a kernel of chunks for `walked` of the segments. begun: how many states each sequence is given to begin
+    with."""
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // config.consumers
@@ -199,7 +204,8 @@ def _of_chunks(
 
 
 def _as_kernels_have_them(problem: Problem, arrays: Mapping[str, Operand | None], by_copies: bool) -> Arrays:
-    """Numbers of heads as if there were one for each token or column."""
+    """The arrays with one number for each token or column, where the caller gave one for each head. The elements are repeated
+    by steps of 0 bytes."""
     batch, length, columns = problem("BSV")
     arrays, chunk = dict(arrays), chunk_hopper.CHUNK
     gates = arrays.get("gGates")
@@ -213,7 +219,7 @@ def _as_kernels_have_them(problem: Problem, arrays: Mapping[str, Operand | None]
 
 
 def _gate(arrays: Arrays, softplus: bool, apart: bool = False) -> Gate:
-    """The kind of gates that these arrays are. apart: the scale is not to be among them."""
+    """The kind of gates that these arrays hold. apart: is the scale to be multiplied in at the end (see gates.Decay)?"""
     given = arrays.get("gGates")
     if given is None:
         return one(Gate)
@@ -223,7 +229,7 @@ def _gate(arrays: Arrays, softplus: bool, apart: bool = False) -> Gate:
 
 
 def _config(problem: Problem, gate: Gate, result: Result, piece: int, width: int) -> chunk_hopper.Config:
-    """The kernel for values of `width` blocks of columns."""
+    """The configuration of the kernel for values of `width` blocks of columns."""
     heads, key_heads, key_dim = problem("HGK")
     key_dim, dtype = padded(key_dim, chunk_hopper.KEY_DIMS), DTYPES[problem.dtype]
     if piece:
@@ -233,7 +239,7 @@ def _config(problem: Problem, gate: Gate, result: Result, piece: int, width: int
 
 
 def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
-    """How many segments each sequence is cut into."""
+    """Into how many segments each sequence is cut."""
     if not config.segmented:
         return 1
     batch, length, heads, sequences = problem("BSHN")
@@ -243,7 +249,7 @@ def _parts(problem: Problem, config: chunk_hopper.Config, width: int) -> int:
 
 
 def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
-    """The launch of heads_hopper.py for what chunk_hopper.py would do in this form."""
+    """The launch of heads_hopper.py that does the work of chunk_hopper.py's kernel of this form."""
     length, heads, key_heads, sequences = problem("SHGN")
     group = heads // key_heads
     blocks = group * width // heads_hopper.CONSUMERS
@@ -260,7 +266,7 @@ def _of_heads(problem: Problem, form: chunk_hopper.Config, arrays: Arrays, width
 
 
 def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Step], Scratch]:
-    """The launches for decays of channels, and the scratch memory between them; arrays: those of gla_hopper.py."""
+    """(the launches, the scratch memory between them) for decays of channels. arrays: those of gla_hopper.py."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem("BSHGKVN")
     width, padded_dim = -(-columns // gla_hopper.COLUMNS), padded(key_dim, gla_hopper.STAGES)
     consumers = 2 if width % 2 == 0 and padded_dim <= gla_hopper.WIDE else 1
@@ -292,7 +298,7 @@ def by_channel(problem: Problem, arrays: Arrays, scale: float) -> tuple[list[Ste
 
 
 def before_segments(problem: Problem, parts: int, columns: int, channels: bool, **arrays: Operand | None) -> Step:
-    """The launch that finds the states before segments."""
+    """The launch that computes the state before each segment."""
     rows, cols = -(-columns // starts.TILE.rows), -(-problem.extents["K"] // starts.TILE.cols)
     sequences, heads = problem("NH")
     grid = sequences * heads * rows * cols

@@ -113,7 +113,7 @@ def delta_rule(
 
 @program(DELTA_RULE)
 def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
-    """How delta_rule does calls of this form; state is never given."""
+    """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot give."""
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     batch, length, key_dim = problem("BSK")
@@ -143,15 +143,17 @@ def states(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The state that `delta_rule` leaves of each sequence, and no output. It may have more columns than values, which are 0
-    there: (N, H, Dk, Dv or more). Not for decays of channels. skipped: (N, H, 1) float32, how many chunks of 64 tokens at the
-    beginning of each sequence have decayed to nothing by its end, with the state before them: they may be left out."""
+    """The state after each sequence under delta_rule, without outputs: (N, H, Dk, columns) in float32, with as many columns as
+    initial_state. Those beyond v's have values of 0. There must be no decays of channels.
+
+    skipped: (N, H, 1) float32, written: how many chunks of 64 tokens at the beginning of each sequence have decayed to nothing
+    by its end, together with the initial state, and may be left out."""
     return _states(None, (k, v, beta, decay, cu_seqlens, initial_state, skipped, None), (family,))
 
 
 @program(DELTA_STATES)
 def _states(problem: Problem, family: str | None) -> Plan:
-    """How `states` does calls of this form; state is never given."""
+    """The Plan of a call of `states`, whose schema's `state` is a result."""
     rules.check(problem, "k", "v")
     batch, length, heads, key_dim, value_dim, columns = problem("BSHKVL")
     if columns < value_dim:
@@ -169,8 +171,9 @@ def _states(problem: Problem, family: str | None) -> Plan:
 
 
 def _in_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float) -> tuple[list[Step], chunks.Scratch]:
-    """The launches of Hopper's kernels, and the scratch memory between them: one, or where few sequences are cut into segments
-    one that finds what these do to a state, another for the states before them, and one that goes on from these."""
+    """(the launches of Hopper's kernels, the scratch memory between them). There is one launch, or three if few sequences are
+    cut into segments: one finds what each segment does to a state, the second computes the states before the segments, the
+    third goes on from these."""
     batch, length, heads, key_dim, columns, sequences = problem("BSHKVN")
     module, before, costs = BY_CHANNEL if by_channel else BY_TOKEN
     width, both = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
@@ -206,7 +209,8 @@ def _in_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float)
 def _in_chunks(
     problem: Problem, arrays: dict, columns: int, module: Any, parts: int, mapped: bool = False, **numbers: Any
 ) -> Step:
-    """The launch of a kernel of Hopper's, for so many parts of each sequence and states of so many columns."""
+    """The launch of one of Hopper's kernels of chunks, for `parts` parts of each sequence and states of so many columns.
+    mapped: see delta_states_hopper.Config."""
     batch, length, heads, key_heads, key_dim, sequences = problem("BSHGKN")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     apart = sequences * heads * parts * width <= machine(problem.device).processors  # there is one for each 64 columns

@@ -72,7 +72,7 @@ def hedgehog(
 
 @program(HEDGEHOG)
 def _hedgehog(problem: Problem) -> Plan:
-    """How hedgehog does calls of this form."""
+    """The Plan of a call of hedgehog."""
     rules.check(problem)
     batch, length, heads, key_heads, key_dim, value_dim, features, sequences = problem("BSHGKVFN")
     for name, extent in ("q", key_dim), ("v", value_dim):

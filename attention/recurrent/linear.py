@@ -214,7 +214,7 @@ def gla(
 
 @program(LINEAR)
 def _linear(problem: Problem, scale: float | None, normalize: bool, return_state: bool, family: str | None) -> Plan:
-    """How linear does calls of this form; state and final_z are never given."""
+    """The Plan of a call of linear. The schema's `state` and `final_z` are results, which a caller cannot give."""
     rules.check(problem)
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     batch, length, heads, value_dim = problem("BSHV")
@@ -245,21 +245,21 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
 
 
 def left_by_segments(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
-    """(local, total) of the segments into which `linear` would cut sequences: what each leaves of a state of 0, transposed,
-    (N, H, P, Dv, Dk), and the logarithm to the base 2 of what it multiplies a state with, (N, H, P, 1). Not for decays of
-    channels, nor Dk above 128."""
+    """(local, total): what the segments into which `linear` would cut the sequences do to a state. local: what each leaves of
+    a state of 0, transposed, (N, H, P, Dv, Dk). total: the logarithm to the base 2 of the number by which it multiplies a
+    state, (N, H, P, 1). NotImplementedError, ValueError: decays of channels, Dk above 128."""
     return _segments(None, (q, k, v, decay, cu_seqlens), (family,))
 
 
 def left_together(local: Any, total: Any, begin: Any, m: Any, left: Any) -> None:
-    """What these segments make of the state `begin` (N, H, Dv, Dk), or None, written to `left`, and to m (N, H, 1) what they
-    multiply it with. All of float32."""
+    """Write to `left` (N, H, Dv, Dk) the state after all of these segments, which begin with the state `begin`, or 0 if it is
+    None, and to m (N, H, 1) the number by which they multiply a state. All arrays are float32."""
     _left(None, (local, total, begin, m, left), ())
 
 
 @program(LEFT)
 def _left(problem: Problem) -> Plan:
-    """How left_together does calls of this form."""
+    """The Plan of a call of left_together."""
     sequences, heads, parts, columns, key_dim = problem("NHPVK")
     rows, cols = -(-columns // segments.TILE.rows), -(-key_dim // segments.TILE.cols)
     arrays = {f"g{name.title()}": problem[name] for name in LEFT.names}
@@ -281,14 +281,14 @@ def going_on(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The output of `linear`, by what segments leave: its second pass alone."""
+    """The output of `linear`, computed from what its segments leave (left_by_segments): only the second pass runs."""
     arrays = q, k, v, decay, cu_seqlens, local, total, initial_state, None, None, None, None
     return _going_on(None, arrays, (number("scale", scale), False, False, family))
 
 
 @program(SEGMENTS)
 def _segments(problem: Problem, family: str | None) -> Plan:
-    """How left_by_segments does calls of this form."""
+    """The Plan of a call of left_by_segments."""
     rules.check(problem)
     if rules.by_channel(problem):
         raise NotImplementedError("decay: of channels has no segments")
@@ -302,7 +302,8 @@ _going_on = program(GOING_ON)(_linear.planner)
 
 
 def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
-    """(state, z) of what a caller gave to begin with; z is None without `normalize`, and both are where nothing was given."""
+    """(state, z) of initial_state as the caller gave it. z is None without `normalize`; both are None if nothing was given.
+    TypeError: a pair is given where an array is needed, or an array where a pair is."""
     if initial_state is None or (not normalize and not isinstance(initial_state, tuple)):
         return initial_state, None
     if not normalize:
@@ -315,7 +316,7 @@ def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:
 
 # ---- decays that follow from the number of a head ------------------------------------------------------------------
 def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable], Any]) -> Any:
-    """The decays of v's heads, as an array of q's kind: decay(h, heads, log1p)."""
+    """decay(h, heads, log1p) for each of v's heads, as an array of q's kind."""
     axis = -3 if layout == "bhsd" else -2
     if torch_op.traced(q):  # in the graph they are computed, as a copy from the host would keep it from being captured
         torch, heads = sys.modules["torch"], v.shape[axis]
@@ -332,5 +333,5 @@ def _of_heads(q: Any, v: Any, layout: str, decay: Callable[[Any, int, Callable],
 
 @functools.lru_cache
 def _constant(kind: Kind, home: Any, ordinal: int | None, numbers: tuple[float, ...]) -> Any:
-    """A float32 array of these numbers in this place, of this kind, or NumPy's in host memory; made once and kept."""
+    """A float32 array of these numbers, of this kind and in this place, NumPy's in host memory. It is made once and kept."""
     return placed(np.array(numbers, np.float32), kind, home, ordinal)

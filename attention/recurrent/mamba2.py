@@ -108,7 +108,7 @@ def mamba2(
 
 @program(MAMBA2)
 def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, family: str | None) -> Plan:
-    """How mamba2 does calls of this form; states are never given."""
+    """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot give."""
     rules.check(problem, "B", "x")
     batch, length, heads, sequences = problem("BSHN")
     if not (batch and length and heads):
@@ -149,7 +149,8 @@ def left_by_segments(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """(local, total) of the segments into which `mamba2` would cut sequences: see linear.left_by_segments."""
+    """(local, total): what the segments into which `mamba2` would cut the sequences do to a state. See
+    linear.left_by_segments."""
     return _segments(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (flag("dt_softplus", dt_softplus), family))
 
 
@@ -170,14 +171,14 @@ def going_on(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The output of `mamba2`, by what segments leave: its second pass alone."""
+    """The output of `mamba2`, computed from what its segments leave (left_by_segments): only the second pass runs."""
     arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local, total, initial_states, None, None
     return _going_on(None, arrays, (flag("dt_softplus", dt_softplus), False, family))
 
 
 @program(SEGMENTS)
 def _segments(problem: Problem, dt_softplus: bool, family: str | None) -> Plan:
-    """How left_by_segments does calls of this form."""
+    """The Plan of a call of left_by_segments."""
     rules.check(problem, "B", "x")
     arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gEnds": problem["cu_seqlens"], "gO": None}
     arrays |= {"gGates": problem["dt"], "gRate": problem["A"], "gBias": problem["dt_bias"], "gStart": None, "gState": None}

@@ -14,8 +14,8 @@ from tiles.frameworks import describe, fetched, placed, stream_handle
 
 
 class Packed(NamedTuple):
-    """cu_seqlens, as an array beside seq_idx; how many batches there were, how many sequences each has now, and how
-    many tokens."""
+    """Packed sequences for the kernels. cu_seqlens: their ends, an array where seq_idx lies. batch: how many batches there
+    were. each: how many sequences each batch has, empty ones in front included. length: how many tokens a batch has."""
 
     cu_seqlens: Any
     batch: int
@@ -23,8 +23,8 @@ class Packed(NamedTuple):
     length: int
 
     def joined(self, x: Any, name: str) -> Any:
-        """An array (B, S, ...) as (1, B S, ...): a view, if one batch follows on the other. ValueError: it has not these axes,
-        which nobody could tell any more, as others with as many tokens look the same then."""
+        """x (B, S, ...) as (1, B S, ...): a view, if batches follow on each other in memory. ValueError: x has not the axes B,
+        S. This must be checked here, because once the two are joined other arrays with as many tokens look the same."""
         if x is None or self.batch == 1:
             return x
         shape = tuple(x.shape) if hasattr(x, "shape") else describe(x, name).shape
@@ -33,18 +33,19 @@ class Packed(NamedTuple):
         return x.reshape(1, self.batch * self.length, *shape[2:])
 
     def parted(self, x: Any) -> Any:
-        """The reverse."""
+        """The reverse of joined: (1, B S, ...) as (B, S, ...)."""
         return x if self.batch == 1 else x.reshape(self.batch, x.shape[1] // self.batch, *x.shape[2:])
 
     def last(self, states: Any) -> Any:
-        """Of the states of all sequences, those of each batch's last."""
+        """The states of the last sequence of each batch, of those of all sequences."""
         return states[self.each - 1 :: self.each]
 
 
 def packed(seq_idx: Any, x: Any, stream: Any) -> Packed:
-    """What `seq_idx` says of x, whose first axes are batch and sequence. It is read, which waits for the device.
+    """What seq_idx (B, S) says about x (B, S, ...). Its numbers are read, which waits for the device. TypeError, ValueError:
+    it has another dtype, shape or device.
 
-    NotImplementedError: a framework traces the call, and nobody knows the numbers yet."""
+    NotImplementedError: a framework traces the call, so that there are no numbers yet."""
     if torch_op.traced(x) or any(map(jax_call.tracing, (x, seq_idx))):
         raise NotImplementedError("seq_idx: is read, and cannot be where the call is traced: give cu_seqlens there")
     array, values = describe(seq_idx, "seq_idx"), describe(x, "x")

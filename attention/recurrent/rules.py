@@ -12,7 +12,8 @@ NAMES = {"K": "key_dim", "V": "value_dim"}
 
 
 def check(problem: Problem, queries: str = "q", values: str = "v") -> None:
-    """ValueError: extents that the kernels do not take. queries, values: the arguments that a member has for them."""
+    """ValueError: the kernels do not take these extents. queries, values: the names of a member's arguments that are q and v
+    to the kernels."""
     low, high = COLUMNS
     for axis, name in ("K", queries), ("V", values):
         extent = problem.extents[axis]
@@ -28,7 +29,8 @@ def check(problem: Problem, queries: str = "q", values: str = "v") -> None:
 
 
 def by_channel(problem: Problem) -> bool:
-    """Does every channel of the keys decay by itself? ValueError: such a decay's channels are not adjacent."""
+    """Does each channel of the keys have a decay of its own? ValueError: the numbers of one token's channels are not
+    contiguous."""
     decay = problem.forms.get("decay")
     if decay is None or "K" not in problem.axes("decay"):
         return False
@@ -46,18 +48,18 @@ def scale_of(problem: Problem, scale: float | None) -> float:
 
 
 def varlen(problem: Problem) -> bool:
-    """Do the sequences lie one behind the other in one batch?"""
+    """Do the sequences follow one another in a single batch (cu_seqlens)?"""
     return "cu_seqlens" in problem
 
 
 def idle(problem: Problem, return_state: bool) -> bool:
-    """Is there nothing to compute: neither an output nor, of a sequence of no tokens, a state?"""
+    """Is there nothing to compute? A sequence without tokens has no output, but it still has a state."""
     batch, length, heads, sequences = problem("BSHN")
     return not heads or not ((batch and length) or (return_state and sequences))
 
 
 def arrays(problem: Problem, return_state: bool) -> dict[str, Operand | None]:
-    """What every kernel of `linear` and `delta_rule` takes, by its parameters' names."""
+    """{parameter of a kernel: array} of what the kernels of both `linear` and `delta_rule` take."""
     return {
         "gQ": problem["q"],
         "gK": problem["k"],
@@ -69,5 +71,5 @@ def arrays(problem: Problem, return_state: bool) -> dict[str, Operand | None]:
 
 
 def padded(key_dim: int, sizes) -> int:
-    """The least of these sizes that holds so many channels of keys."""
+    """The least of these sizes that is not below key_dim."""
     return min(size for size in sizes if size >= key_dim)

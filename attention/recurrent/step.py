@@ -59,7 +59,7 @@ def linear_step(
 
 @program(STEP)
 def _linear_step(problem: Problem, scale: float | None) -> Plan:
-    """How linear_step does calls of this form."""
+    """The Plan of a call of linear_step."""
     rules.check(problem)
     scale, state = rules.scale_of(problem, scale), problem["state"]
     rules.by_channel(problem)
@@ -76,5 +76,5 @@ def _linear_step(problem: Problem, scale: float | None) -> Plan:
 
 
 def _one_token(x: Operand | None) -> Operand | None:
-    """Sequences of one token each; a decay of heads as it is."""
+    """The array with an axis of one token. A decay that is one number for each head has none."""
     return x if x is None or len(x.form.shape) == 1 else x.spread(1, 1)

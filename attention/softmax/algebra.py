@@ -20,23 +20,24 @@ TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 
 
 class Ends(NamedTuple):
-    """Keys from i - left to i + right, both counted from 0; None is open."""
+    """A window: key j is seen if i - left <= j <= i + right, both counted from 0. An end that is None is open."""
 
     left: int | None = None
     right: int | None = None
 
     def both(self, other: Ends) -> Ends:
-        """Those that lie in both."""
+        """The window of the keys that lie in both."""
         return Ends(*(least(x, y) for x, y in zip(self, other)))
 
 
 def least(x: Any, y: Any) -> Any:
-    """The smaller one of two ends."""
+    """The lesser of two ends, of which either may be open (None)."""
     return y if x is None else x if y is None else min(x, y)
 
 
 def ends_of_mask(mask: Callable, axes: Sequence[int]) -> Ends | None:
-    """What a mask says of j - i, where it says nothing else; None: it does. axes: how many each array has that it reads."""
+    """The window that a mask is, if it says nothing else than bounds for j - i; otherwise None. axes: how many axes each array
+    of aux has."""
     try:
         return _ends(traced(mask, axes, scored=False).term)
     except TypeError:
@@ -73,18 +74,18 @@ def _ends(x: Any) -> Ends | None:
 
 
 def _whole(end: Any, does: str) -> int:
-    """The greatest whole number that is less, or less or equal."""
+    """The greatest whole number that is less than `end`, or less than or equal to it, as `does` says."""
     return math.ceil(end) - 1 if does == "lt" else math.floor(end)
 
 
 def _distance(x: Any) -> tuple[int, Any] | None:
-    """(1 or -1, c) of j - i + c or i - j + c; None: it is neither."""
+    """(1, c) if the term is j - i + c, (-1, c) if it is i - j + c; otherwise None."""
     found = _sum(x)
     return (found[1], found[2]) if found and abs(found[1]) == 1 and found[0] == -found[1] else None
 
 
 def _sum(x: Any) -> tuple[Any, Any, Any] | None:
-    """(m, n, c) of m i + n j + c. None: it is no such sum, or not one of whole numbers."""
+    """(m, n, c) if the term is m i + n j + c with whole numbers; otherwise None."""
     if isinstance(x, Real) and not isinstance(x, bool):
         return (0, 0, x) if isinstance(x, Integral) or math.isfinite(x) else None
     if not isinstance(x, Term) or x.does in ("i", "j"):
@@ -105,8 +106,9 @@ def _sum(x: Any) -> tuple[Any, Any, Any] | None:
 
 
 def score_of(score: Callable, axes: Sequence[int], ordered: bool) -> Scored | SlopedBy:
-    """A variant that does what a score does, for less than asking it where there is a way. axes: how many each array has that
-    it reads. ordered: no key is seen that comes after the query."""
+    """The variant that does what a score in Python does. Scores that are slopes or factors become built-in variants, which
+    cost less than the function. axes: how many axes each array of aux has. ordered: does no query see a key that comes after
+    it?"""
     try:
         found = traced(score, axes, scored=True)
         names, (s, *_) = found.names, found.arguments
@@ -123,8 +125,8 @@ def score_of(score: Callable, axes: Sequence[int], ordered: bool) -> Scored | Sl
 
 
 def slopes_of(score: Callable, axes: Sequence[int]) -> Callable | None:
-    """The slope(b, h, *aux) of a score s - slope (i - j) or s - slope |i - j|, where it is an element of an array and nothing
-    is computed, so that it is the same number wherever it is read; None: it is no such score. axes: see score_of."""
+    """slope(b, h, *aux), if the score is s - slope (i - j) or s - slope |i - j| and the slope is an element of an array,
+    without arithmetic, so that it is the same number wherever it is read. Otherwise None. axes: see score_of."""
     try:
         found = traced(score, axes, scored=True)
         names, (s, *_) = found.names, found.arguments
@@ -137,7 +139,7 @@ def slopes_of(score: Callable, axes: Sequence[int]) -> Callable | None:
 
 
 def _unit(x: Any) -> tuple[float, Any]:
-    """(c, y) of what is c y, with a positive number c."""
+    """(c, y) for a term c y, where c is a positive number; c is 1 if there is no such factor."""
     if isinstance(x, Term) and x.does in ("mul", "product", "truediv"):
         one, other = x.of
         if x.does != "truediv" and _positive(one):
@@ -148,14 +150,15 @@ def _unit(x: Any) -> tuple[float, Any]:
 
 
 def _factor(x: Any, s: Term) -> tuple[float, list[Term]]:
-    """(c, the terms that are c s) of what knows the score s as c s alone, with a positive number c."""
+    """(c, the terms c s) if the term depends on the score s only by c s, where c is a positive number other than 1; otherwise
+    (1.0, [])."""
     uses = [y for y in below(x) if any([z is s for z in y.of])]
     factors = {factor if rest is s else 1.0 for factor, rest in map(_unit, uses)}
     return (factors.pop(), uses) if len(factors) == 1 and factors != {1.0} else (1.0, [])
 
 
 def _with(x: Any, other: dict[int, Term]) -> Any:
-    """A term with others in place of some of those that it is made of, by their numbers."""
+    """The term with other terms in place of some of those that it is made of. other: by their numbers."""
     if not isinstance(x, Term) or x.number in other:
         return other[x.number] if isinstance(x, Term) else x
     return Term(x.does, *(_with(y, other) for y in x.of)) if x.of else x
@@ -166,7 +169,8 @@ def _positive(x: Any) -> bool:
 
 
 def _slope(x: Any, s: Term) -> tuple[Any, bool] | None:
-    """(a, True) of a score s + a (j - i); (a, False) of s - a |i - j|; a does not depend on i and j. None: it is neither."""
+    """(a, True) if the term is a score s + a (j - i), (a, False) if it is s - a |i - j|, where a does not depend on i and j;
+    otherwise None."""
     if not isinstance(x, Term) or x.does not in ("add", "sub") or not any([y is s for y in x.of]):
         return None
     one, other = x.of
@@ -183,7 +187,7 @@ def _slope(x: Any, s: Term) -> tuple[Any, bool] | None:
 
 
 def _split(x: Any) -> tuple[Any, Any]:
-    """(a, (1 or -1, True)) of a (j - i) or a (i - j), (a, (1, False)) of a |i - j|; (x, None) of what is neither."""
+    """(a, (1 or -1, True)) if the term is a (j - i) or a (i - j); (a, (1, False)) if it is a |i - j|; otherwise (x, None)."""
     if not isinstance(x, Term):
         return x, None
     found = _distance(x)
@@ -208,5 +212,5 @@ def _split(x: Any) -> tuple[Any, Any]:
 
 
 def _places(x: Any) -> bool:
-    """Does it depend on the query, on the key or on the score?"""
+    """Does the term depend on the query, the key or the score?"""
     return any([y.does in ("i", "j", "s") for y in below(x)])

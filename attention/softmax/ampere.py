@@ -30,8 +30,8 @@ from .visible_keys import CAUSAL, FULL
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A kernel's shape: warps of `band` query rows each, stages of the pipelines, blocks that a
-    multiprocessor is to hold. piece: the bytes that bases and strides are multiples of."""
+    """A kernel's configuration. warps: each has `band` query rows. stages: of the pipelines. resident: how many blocks should
+    share a multiprocessor. piece: the number of bytes of which addresses and strides are multiples."""
 
     warps: int
     band: int
@@ -51,7 +51,7 @@ class Config(BaseConfig):
 
     @property
     def persistent(self):
-        """Never: blocks are short, and a multiprocessor holds several."""
+        """Always False: blocks are short, and a multiprocessor holds several."""
         return False
 
     def __str__(self):
@@ -85,8 +85,8 @@ def config_for(
     value_dim: int | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, in the shape of the greater one. kind: further fields of the Config."""
+    """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
+    next for which there are kernels; the greater of the two decides the shape. kind: further fields of the Config."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     least = SHARED_BYTES if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
     shapes = SHAPES | ROOMS[least]
@@ -99,7 +99,8 @@ ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What an architecture is served with: bf16 and whole pieces, or `everything`. fp16 takes the same registers as bf16."""
+    """The configurations that an architecture is served with: for bf16 and whole pieces, or for `everything`. fp16 takes as
+    many registers as bf16."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
         yield config_for(head_dim, of, variant, ROOM.get(arch, SHARED_BYTES), piece)
@@ -130,7 +131,7 @@ def make(config: Config):
 
     @inlined
     def prepared(queries, at):
-        """A warp's rows of Q, as the variant has them."""
+        """A warp's rows of Q, as the variant changes them."""
         if PREPARES:
             of_queries = variant.of_queries(load(queries, Q), at)
             for i in range(PANELS):  # one after the other, for registers' sake

@@ -13,9 +13,9 @@ from .visible_keys import CAUSAL, FULL, Left, Masked, Right
 
 
 class Assembled(NamedTuple):
-    """A variant, the numbers that its kernel gets, by name, and the unit of its scores: weights are exp(unit s). reach: the
-    most keys that a query sees, if a window limits them. before: the part of the variant that changes scores before a function
-    in Python."""
+    """A variant of attention, ready for a kernel. numbers: {parameter of the kernel: number}. unit: of its scores, so that
+    weights are exp(unit s). reach: the most keys that a query sees, infinite if no window limits them. before: the part of the
+    variant that changes scores before a function in Python does."""
 
     variant: Variant
     numbers: dict[str, float | Number]

@@ -12,8 +12,9 @@ from tiles.torch_op import DEVICES
 
 from .backward import backward
 from .call_options import differentiated
-from .forward import FORWARD, forward
+from .forward import forward
 from .forward import plain as without_options
+from .forward_programs import FORWARD
 from .gradient import DIFFERENTIABLE, ONCE, flat, gradients, grouped, unserved
 
 ELEMENTS = 8  # 16 bytes of a tile's elements, which TMA moves
@@ -21,18 +22,20 @@ OVER = -2  # the level of a tensor whose transform, one of torch.func's, is over
 
 
 class Attention(torch.autograd.Function):
-    """Softmax attention, (out, lse). names: of the tensors (gradient.py); `options`: what forward and backward both take."""
+    """(out, lse) of softmax attention for torch's autograd. names: what the tensors are called (gradient.py). options: those
+    that both forward and backward take."""
 
     @staticmethod
     def forward(ctx, names, options, *tensors):
-        """Without gradients."""
+        """(out, lse), computed without recording gradients."""
         made = _forward(names, options, *tensors)
         _keep(ctx, names, options, tensors, made)
         return made
 
     @staticmethod
     def backward(ctx, dout, _):
-        """Of what is differentiable. NotImplementedError if they are to be differentiated once more."""
+        """The gradients of the tensors that have one. NotImplementedError: these gradients are to be differentiated
+        themselves."""
         *tensors, out, lse = saved = ctx.saved_tensors
         if not torch.compiler.is_compiling():  # which knows no transforms
             *tensors, out, lse = map(_alive, saved)
@@ -46,12 +49,12 @@ class Attention(torch.autograd.Function):
 
 
 class Plain(torch.autograd.Function):
-    """The same of q, k and v alone, with no option that is an array: what most calls are, in a third of the host's time. told:
-    causal, scale, deterministic, family, layout. lse is a result where it is asked for, which costs torch 6 us."""
+    """The same for q, k and v only, without options that are arrays. Most calls are like this, and the host takes a third of
+    the time. told: causal, scale, deterministic, family, layout. return_lse: is lse a result? That costs torch 6 us."""
 
     @staticmethod
     def forward(ctx, q, k, v, told, return_lse):
-        """Without gradients."""
+        """out, or (out, lse), computed without recording gradients."""
         causal, scale, _, family, layout = ctx.told = told
         out, lse = made = without_options(q, k, v, causal, scale, family, layout)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -75,7 +78,7 @@ class Plain(torch.autograd.Function):
 
 
 class Transformed(torch.autograd.Function):
-    """The same, as torch.func wants it; torch then takes 30 us more to call it."""
+    """The same as Attention, in the form that torch.func's transforms need. torch takes 30 us more to call it."""
 
     generate_vmap_rule = True
     backward = staticmethod(Attention.backward)
@@ -87,7 +90,7 @@ class Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        """What the backward pass needs."""
+        """Save what the backward pass needs."""
         names, options, *tensors = inputs
         _keep(ctx, names, options, tensors, output)
 
@@ -103,14 +106,15 @@ def _keep(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Se
 
 
 def _alive(x: Any) -> Any:
-    """x, or what it holds if its transform, one of torch.func's, is over: what torch.func.vjp gave is called then."""
+    """x itself, or the tensor that it wraps if its transform of torch.func is over. That is so when the function is called
+    that torch.func.vjp returned."""
     return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.maybe_get_level(x) == OVER else x
 
 
 def _again(dout: Any, tensors: Sequence[Any], over: bool) -> bool:
-    """Are the derivatives that are being computed of these to be differentiated? (torch's `once_differentiable` does not see
-    that where dout is a constant, and leaves the derivatives out.) over: is the transform over that computes them? If it is
-    not, it is one of those that enclose this."""
+    """Are the gradients that are being computed to be differentiated themselves? (torch's `once_differentiable` does not see
+    this where dout is a constant, and leaves out the derivatives.) over: is the transform that computes them over? If not, it
+    is one of those that enclose this."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     enclosing = sum(level.key() == TransformType.Grad for level in levels)
     if enclosing and not over:
@@ -119,7 +123,8 @@ def _again(dout: Any, tensors: Sequence[Any], over: bool) -> bool:
 
 
 def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
-    """What forward gives of a call with no more than this, differentiable; None: ask `differentiable`. told: see Plain."""
+    """What forward returns for a call without further options, differentiable. None if this is not such a call: then ask
+    `differentiable`. told: see Plain."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
@@ -128,8 +133,8 @@ def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
 
 
 def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
-    """Have the kernels that differentiate such calls, options being those of forward without others. In the usual order of
-    sums: where a call asks for a fixed one, the backward pass makes its own."""
+    """Compile the kernels that differentiate such calls. options: those of `_forward`. The kernels are those that sum in any
+    order; if a call asks for a fixed order, the backward pass compiles its own."""
     causal, scale, _, family = options
     given = {"q": q, "k": k, "v": v}
     problem = FORWARD.problem(given, layout)
@@ -139,8 +144,9 @@ def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
 
 
 def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
-    """attention.forward, (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
-    gradient. told: its arguments by name; None: with one of them there is no gradient, or it wants one and has none."""
+    """(out, lse) of attention.forward, differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
+    gradient. told: forward's arguments by name. None: with one of them there is no gradient; or an array that has no gradient
+    requires one."""
     arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
     arrays = {
         name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else torch.as_tensor(x) for name, x in arrays.items()
@@ -158,7 +164,7 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def adjacent(x: Any) -> Any:
-    """A gradient as TMA can read it: torch's may be one number, expanded."""
+    """A gradient in a form that TMA can read. That which torch passes may be a single number, expanded."""
     if x.is_contiguous():
         return x
     *strides, last = x.stride()

@@ -16,15 +16,15 @@ from .variants import Variant, arrays_of
 
 
 def in_pages(parts: int = 1) -> dict[str, Any]:
-    """The fields of a BaseConfig for sequences whose keys and values are cached in pages."""
+    """The fields of a BaseConfig for keys and values that are cached in pages."""
     return {"lie": Cached, "held": InPages(parts)}
 
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """What a kernel computes. head_dim, value_dim: padded. kv: keys of a tile. lie: how sequences lie. held: where their keys
-    and values come from. axes: how many axes each array has that the variant's functions read. by_list: lists say which blocks
-    of keys a tile sees. unrounded: the output is float32. joins: the output is merged with that for other keys."""
+    """What kernels of all families are configured by. head_dim, value_dim: padded. kv: keys of a tile. lie: how sequences lie.
+    held: where their keys and values come from. axes: how many axes each array of aux has. by_list: do lists say which blocks
+    of keys a tile sees? unrounded: is the output float32? joins: is the output joined with that for other keys?"""
 
     head_dim: int
     value_dim: int
@@ -45,30 +45,30 @@ class BaseConfig:
 
     @property
     def tiling(self) -> Tiling:
-        """Which keys a tile's queries see."""
+        """The Tiling, which says what keys a tile's queries see."""
         return (Listed if self.by_list else Tiling)(self.rows, self.kv, self.variant)
 
     @property
     def sequences(self) -> Batched:
-        """How they lie."""
+        """The object that says how sequences lie."""
         return self.lie(self.rows)
 
     @property
     def brought(self) -> NoTiles:
-        """What TMA brings beside a tile of keys (bias_tiles.py)."""
+        """What TMA loads next to a tile of keys (bias_tiles.py)."""
         brings = self.variant.brings
         return NoTiles() if brings is None else BiasTiles(self.rows, self.kv, brings)
 
     @property
     def given(self) -> Record:
-        """The kernel's arguments for the variant, for sequences, for where keys come from, for lists and for tiles of a
+        """The record of the kernel's arguments for the variant, the sequences, the source of keys, lists, and tiles of a
         bias."""
         parts = self.variant, self.sequences, self.held, self.tiling, self.brought
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
     @property
     def aux(self) -> Record:
-        """The arrays that the variant's functions read."""
+        """The record of the arrays of aux."""
         return arrays_of(self.axes)
 
     @property

@@ -30,8 +30,8 @@ WARPS = 4  # of a thread block, each of which marks a row of blocks
 
 @static
 class Blocked(Unforeseen):
-    """Keys in listed blocks, of so many rows and columns. band: a warp asks for so many queries at once, at most, from a
-    multiple of how many on."""
+    """Only keys in blocks that a caller has listed are seen. rows, cols: queries and keys of such a block. band: the most
+    queries for which a warp asks at once, beginning with a multiple of that number."""
 
     rows: int
     cols: int
@@ -44,12 +44,13 @@ class Blocked(Unforeseen):
 
     @property
     def large(self) -> bool:
-        """Are a warp's rows always of one block, and a tile's keys of two at most?"""
+        """Do a warp's rows always belong to one block, and a tile's keys to two at most?"""
         return self.rows % self.band == 0 and self.cols >= KEYS
 
     @inlined
     def classes(self, s, i, j, at, key):
-        """The classes of queries i and keys j of a tile of scores s: a tile, or of large blocks a vector, for the keys."""
+        """The classes of the blocks that queries i and keys j belong to: a tile, or if blocks are large a vector with one for
+        each key."""
         marks = at.given.marks
         if self.large:
             row, end = min(at.row // self.rows, marks.shape[2] - 1), marks.shape[3] - 1  # tiles may lie beyond both
@@ -66,7 +67,7 @@ class Blocked(Unforeseen):
 
 @static
 class BlockedMask(Blocked):
-    """The same, and of partial blocks those keys for which function(b, h, i, j, *aux) holds."""
+    """The same; in blocks that are listed as partial, only the keys for which function(b, h, i, j, *aux) holds are seen."""
 
     function: Callable
 
@@ -80,7 +81,7 @@ class BlockedMask(Blocked):
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel that makes maps."""
+    """The configuration of the kernel that makes the map of blocks."""
 
     @property
     def threads(self):
@@ -89,7 +90,7 @@ class Config:
 
     @property
     def rows(self):
-        """Rows of blocks that a thread block marks."""
+        """Rows of blocks that a thread block works on."""
         return WARPS
 
     def __str__(self):
@@ -97,7 +98,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The one."""
+    """The only configuration."""
     yield Config()
 
 
@@ -108,7 +109,7 @@ def make(config: Config):
 
     @inlined
     def mark(classes, counts, indices, batch, head, row, cols, what):
-        """Give the blocks of a list their class."""
+        """Write a class into the map for all blocks of a list."""
         for n in range(counts[batch, head, row]):
             col = indices[batch, head, row, n]
             if 0 <= col < cols:
@@ -116,7 +117,7 @@ def make(config: Config):
 
     @inlined
     def mark_all(given, batch, head, row, cols):
-        """The classes of a row of blocks."""
+        """Write the classes of a row of blocks."""
         for col in range(cols):
             given.marks[batch, head, row, col] = 0
         cuda.syncwarp()
@@ -127,7 +128,7 @@ def make(config: Config):
 
     @cuda.jit
     def classify(given: GIVEN, rows: INT, cols: INT, heads: INT):
-        """The class of every block of `rows` rows of `cols` blocks, of each batch and head that there are lists for."""
+        """Write the classes of all blocks, for each batch and head that has lists. rows, cols: how many blocks there are."""
         pair, group = divmod(cuda.blockIdx.x, (rows + WARPS - 1) // WARPS)
         batch, head = divmod(pair, heads)
         row = int32(group * WARPS + cuda.threadIdx.x // LANES)

@@ -34,7 +34,8 @@ def differentiated(*arrays: Any) -> bool:
 
 
 def ends_of(window: Any) -> tuple[int | None, int | None]:
-    """The two ends of a window; TypeError, ValueError."""
+    """(left, right) of a window, (None, None) if there is none. TypeError, ValueError: it is not a pair of integers or None,
+    or an end is negative or too large."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -49,7 +50,7 @@ def ends_of(window: Any) -> tuple[int | None, int | None]:
 
 
 def eight(aux: Any) -> tuple:
-    """The arrays that functions read, filled up to eight with None. TypeError: they are not a sequence of so many arrays."""
+    """The arrays of aux, filled up to eight with None. TypeError: aux is not a sequence of up to eight arrays."""
     if not isinstance(aux, (tuple, list)):
         raise TypeError(f"aux: must be a tuple of arrays, (array,) of one: it is of {type(aux).__name__}")
     if len(aux) > AUX or any([x is None for x in aux]):
@@ -59,7 +60,7 @@ def eight(aux: Any) -> tuple:
 
 
 class Random(NamedTuple):
-    """A dropout, None if nothing is dropped, and its seed: a number, or an array of one."""
+    """dropout: the probability, None if nothing is dropped. seed: if it is a number. seeds: if it is an array."""
 
     dropout: float | None
     seed: int | None
@@ -70,7 +71,8 @@ KEPT = Random(None, None, None)
 
 
 def random_of(dropout: Any, seed: Any) -> Random:
-    """What dropout and seed ask for; TypeError, ValueError."""
+    """The Random of a call. TypeError, ValueError: dropout is not from 0 to below 1, or the seed is missing or not of its
+    kind."""
     share = number("dropout", dropout)
     if share is None or not 0 <= share < 1:
         raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
@@ -90,8 +92,8 @@ def random_of(dropout: Any, seed: Any) -> Random:
 
 
 class Asked(NamedTuple):
-    """What blocks= asks for: the (rows, columns) of a caller's blocks and its lists; or, for lists that were made before, which
-    calls they are for, and the lists. None for what is not given."""
+    """What a call's `blocks` asks for. size: (rows, columns) of a caller's blocks. ready_for: which calls lists that were made
+    before serve. arrays: the caller's lists, the lists that were made before, and their map. What is not given is None."""
 
     size: tuple[int | None, int | None] = None, None
     ready_for: str | None = None
@@ -102,7 +104,7 @@ EVERY_BLOCK = Asked()
 
 
 def blocks_of(blocks: Any) -> Asked:
-    """What a BlockMask or BlockLists asks for; TypeError, ValueError."""
+    """The Asked of a BlockMask, of BlockLists or of None. TypeError, ValueError: a field is missing or not of its kind."""
     if isinstance(blocks, Making):
         blocks = blocks.blocks
     if blocks is None:
@@ -124,5 +126,5 @@ def blocks_of(blocks: Any) -> Asked:
 
 
 def several(norm: Any) -> tuple:
-    """The parts of a norm, as a tuple: (weights,), (weights, bias) or whatever was passed."""
+    """The arrays of a norm as a tuple; whatever else was passed as a tuple of one."""
     return norm if type(norm) is tuple else (norm,)

@@ -16,7 +16,7 @@ LEAST_VALUE = 2.0**-60  # the least unit of a block of values; that of a block o
 
 
 class OfTile(NamedTuple):
-    """The units of a tile's scores and of its values, each a pair: for its first block of rows, and for its second one."""
+    """The units of a tile's scores and values. Each is a pair: for the tile's first block of rows, and for its second."""
 
     scores: Any
     values: Any
@@ -24,7 +24,8 @@ class OfTile(NamedTuple):
 
 @static
 class OfHeads:
-    """A unit for each sequence and head of keys; q, too, has one for each head of keys. A unit that is absent is 1."""
+    """One unit for each sequence and head of keys; the unit of q is for heads of keys as well. A unit that is absent is 1. A
+    *unit* is what kernels call a descale, the number by which an array is multiplied."""
 
     by_block = False
 
@@ -32,17 +33,17 @@ class OfHeads:
         return ""
 
     def of_tiles(self, kv: int) -> "OfHeads":
-        """The same for tiles of so many keys."""
+        """These units for a kernel whose tiles have so many keys."""
         return self
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
-        """The kernel's parameters: of q, k and v."""
+        """The types of the kernel's parameters for the units of q, k and v."""
         return array(2), array(2), array(2)
 
     @inlined
     def of(self, gUnit, batch, head):
-        """The unit of a sequence's head."""
+        """The unit for a head of a sequence."""
         if gUnit.shape[0] > 0:
             return float32(gUnit[batch, head])
         else:
@@ -50,18 +51,18 @@ class OfHeads:
 
     @inlined
     def of_queries(self, told, row, head, unit):
-        """The unit of some queries' scores, as far as it is the same for all keys. told: see hopper_fp8.Units."""
+        """The unit of the scores of some queries, so far as it is the same for all keys. told: see hopper_fp8.Units."""
         scores = self.of(told.q, told.batch, told.kv_head) * self.of(told.k, told.batch, told.kv_head) * unit
         return max(scores, float32(LEAST))
 
     @inlined
     def of_tile(self, told, key, unit):
-        """The units that the tile of keys from `key` on has of its own: an OfTile, or None. They are loaded a tile ahead."""
+        """The units that belong to the tile of keys from `key` on only: an OfTile, or None. They are loaded a tile ahead."""
         return None
 
     @inlined
     def of_output(self, told, unit):
-        """The unit of all values."""
+        """The unit of all values, by which the output is multiplied."""
         return self.of(told.v, told.batch, told.kv_head) * unit
 
     @inlined
@@ -71,15 +72,15 @@ class OfHeads:
 
     @inlined
     def weighed(self, s, below, lifted, seen, tile, measured, of):
-        """(`seen` with a tile's scores, except for the sum of their weights; the weights). below: what is subtracted from a
-        row's scores, or None. lifted: the same for higher weights. measured: scores are multiplied by their unit already. of: a
-        hopper_fp8.Tile."""
+        """(`seen` with the scores of a tile, the weights). The weights are not yet in the sum: see `summed`. below: what is
+        subtracted from a row's scores, or None. lifted: the same for weights that are multiplied by a power of 2. measured:
+        are the scores multiplied by their unit already? of: a hopper_fp8.Tile."""
         seen = seen.moved(s, below, of.scale, of.slack)
         return seen, seen.weights(s, lifted, of.scale)
 
     @inlined
     def summed(self, seen, p, tile):
-        """`seen` with the weights added to their sum."""
+        """`seen` with the tile's weights added to their sum."""
         return seen.add(p)
 
 
@@ -124,7 +125,7 @@ class OfBlocks(OfHeads):
 
     @inlined
     def within(self, block, told):
-        """The number of a block that exists; for a tile behind the last one, which nobody sees, any block will do."""
+        """The number of a block that exists. A tile behind the last block may use any: nobody sees its keys."""
         if self.keys:
             return int32(min(block, told.k.shape[1] - 1))
         elif self.values:
@@ -134,7 +135,7 @@ class OfBlocks(OfHeads):
 
     @inlined
     def of_keys(self, told, block):
-        """That of a block of K."""
+        """The unit of a block of K."""
         if self.keys:
             return float32(told.k[told.batch, block, told.kv_head])
         else:
@@ -142,7 +143,7 @@ class OfBlocks(OfHeads):
 
     @inlined
     def of_values(self, told, block):
-        """That of a block of V."""
+        """The unit of a block of V."""
         if self.values:
             return float32(told.v[told.batch, block, told.kv_head])
         else:
@@ -161,7 +162,7 @@ class OfBlocks(OfHeads):
 
     @inlined
     def exponent(self, value):
-        """What the unit of a block's values adds to the exponents of the weights."""
+        """What is added to the exponents of the weights for the unit of a block's values."""
         if self.values:
             return log2(max(value, float32(LEAST_VALUE)))
         else:
@@ -169,12 +170,12 @@ class OfBlocks(OfHeads):
 
     @inlined
     def highest(self, s, score, value, per_scale):
-        """The greatest of each row of a block's scores; per_scale is one power of 2 of their weights."""
+        """The greatest score of each row of a block, with its units. per_scale: one power of 2 of the weights, in scores."""
         return row_max(s) * max(score, float32(LEAST)) + self.exponent(value) * per_scale
 
     @inlined
     def weights(self, s, m, score, value, scale):
-        """Of a block."""
+        """The weights of a block. score, value: its units."""
         return exp2(s * (scale * max(score, float32(LEAST))) - (m * scale - self.exponent(value)))
 
     @inlined

@@ -15,7 +15,8 @@ SEED_END = 2**63
 
 
 class Dropped(Variant):
-    """A weight is 0 with probability given.dropped / 65536, others count 1 / (1 - dropout) times; the sum is of all."""
+    """A weight becomes 0 with probability given.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The sum of
+    the weights counts all of them."""
 
     draws = True
 
@@ -35,7 +36,7 @@ class Dropped(Variant):
 
     @inlined
     def drawn(self, p, at, key):
-        """1 for those that are dropped, else 0."""
+        """1 for the weights that are dropped, else 0."""
         low, high = at.kept
         shape = rt(p.rows, p.cols, fp32, p.layout)
         return bernoulli(shape, at.given.dropped, low, high, at.batch, at.head, at.row, key)
@@ -50,7 +51,7 @@ class Dropped(Variant):
 
     @inlined
     def slope(self, p, dp, delta, at):
-        """See Variant. Of a weight that is dropped dp is nothing."""
+        """See Variant. For a weight that is dropped dp is 0."""
         return abs(p) * (where(p > 0.0, dp * at.given.per_kept, 0.0) - delta)
 
     @inlined
@@ -59,7 +60,7 @@ class Dropped(Variant):
 
 
 class DroppedAnew(Dropped):
-    """The same, with a seed that lies in memory: given.seeds, of one element."""
+    """The same with a seed that lies in memory, given.seeds, an array of one element."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -72,5 +73,5 @@ class DroppedAnew(Dropped):
 
 
 def numbers_of(dropout: float) -> dict[str, float]:
-    """The numbers that kernels are told of a dropout."""
+    """{parameter of a kernel: number} for this dropout."""
     return {"dropped": share_of(dropout), "per_kept": 1 / (1 - dropout)}

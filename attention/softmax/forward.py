@@ -1,73 +1,30 @@
-"""attention.forward: from a user's arrays to a launch."""
+"""attention.forward and attention.block_lists: from a user's arguments to the program that serves them, which is one of
+forward_programs.py."""
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.arrays import Number
 from tiles.jax_call import tracing
-from tiles.program import Plan, program
-from tiles.schema import Problem, Schema
 from tiles.torch_op import mapped_with_grad, traced
 
 from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
-from . import shared_out
-from .algebra import score_of
-from .assembled import assembled
-from .block_masks import BAND
-from .call_options import OF_AUX, OF_BLOCKS, blocks_of, differentiated, eight, ends_of, random_of, several
-from .fp8 import OF_FP8, check_output, of_fp8, of_fp8_cache, refuse_with_fp8, unit_of
-from .gradient import ONCE, gradient
-from .index_checks import Asking, indexed
-from .launches import planned
-from .planning import as_window, bias_of, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
+from .call_options import blocks_of, differentiated, eight, ends_of, random_of, several
+from .forward_programs import FORWARD as FORWARD  # attention/parallel asks for it here
+from .forward_programs import (
+    _block_lists,
+    _forward,
+    _fp8_cache,
+    _joined,
+    _of_fp8,
+    _unrounded,
+    _variant,
+    autograd,
+)
+from .fp8 import of_fp8, refuse_with_fp8, unit_of
 from .prepared_lists import BlockLists, Making
 from .python_functions import named
-from .variants import Variant
 
-FORWARD = Schema(
-    "forward",
-    """
-    q    BSHD  tile
-    k    BTGD  tile
-    v    BTGV  tile
-    out  BSHV  tile     in_place
-    lse  BHS   float32  made      return_lse
-    """,
-)
-GIVEN = f"""
-    q             BSHD  tile
-    k             BTGD  tile
-    v             BTGV  tile
-    alibi         H|UH  float32  optional
-    sink          H     float32  optional
-    bias          WXYT  real     optional
-    cu_seqlens    E     ends     optional
-    cu_seqlens_k  E     key_ends  optional
-    lengths_k     N|BZ  key_lengths  optional
-    q_norm        D|HD  real     optional
-    q_norm_bias   D|HD  real     optional
-    k_norm        D|GD  real     optional
-    k_norm_bias   D|GD  real     optional
-    seed          O     index    optional
-{OF_BLOCKS}    lists         *     any      optional
-    marks         *     any      optional
-{OF_AUX}"""
-MADE = """
-    out           BSHV  tile     in_place
-    lse           BHS   float32  made      return_lse
-"""
-UNROUNDED = """
-    out           BSHV  float32  made
-    lse           BHS   float32  made      return_lse
-"""
-JOINED = UNROUNDED.replace("made      return_lse", "updated").replace("made", "updated")
-VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
-FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
-IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
-
-PACKAGE = sys.modules[__package__]
 ROUNDED = 2  # bytes of an element of q's dtype
 
 
@@ -191,23 +148,17 @@ def forward(
 
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     common = number("scale", scale), flag("return_lse", return_lse), family
-    held, units = of_fp8(k), (q_descale, k_descale, v_descale)
-    narrow, widened = held and of_fp8(q), held and not of_fp8(q)
-    if narrow:
-        refuse_with_fp8(
-            bias=bias, q_norm=q_norm, k_norm=k_norm, dropout=dropout or None, block_lists=isinstance(blocks, Making)
-        )
-    elif widened:
-        refuse_with_fp8(q_descale=q_descale, block_lists=isinstance(blocks, Making))
-    elif not (q_descale is k_descale is v_descale is None):
-        name = next(name for name, unit in zip(("q_descale", "k_descale", "v_descale"), units) if unit is not None)
-        raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it out, or make them by attention.quantize")
+    keys_fp8, descales = of_fp8(k), (q_descale, k_descale, v_descale)
+    if keys_fp8 or not (q_descale is k_descale is v_descale is None):
+        others = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dropout": dropout or None}
+        _refuse_beside_fp8(q, keys_fp8, descales, others, isinstance(blocks, Making))
     if deterministic is not False and flag("deterministic", deterministic) and tracing(q):
         raise NotImplementedError("deterministic: of JAX's gradients there is no fixed order yet; attention.backward has it")
     of_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
     of_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
-    simple = of_keys and of_scores and not held and not dropout and isinstance(aux, tuple) and not aux
-    if simple and stream is lse is None and accumulate is False:  # what most calls are: each line costs them
+    simple = of_keys and of_scores and not keys_fp8 and not dropout and isinstance(aux, tuple) and not aux
+    # Most calls are simple. They end here, and each line up to here costs them.
+    if simple and stream is lse is None and accumulate is False:
         if not differentiated(q, k, v):
             if out is None or getattr(out, "itemsize", 0) == ROUNDED:
                 try:
@@ -217,32 +168,18 @@ def forward(
                         raise
         elif out is None:
             few = flag("causal", causal), common[0], deterministic, family, layout
-            made = _autograd().plain(q, k, v, few, common[1])
+            made = autograd().plain(q, k, v, few, common[1])
             if made is not None:
                 return made
-    learned = (
-        q,
-        k,
-        v,
-        bias,
-        alibi,
-        sink,
-        *several(tuple(aux) if isinstance(aux, list) else aux),
-        *several(q_norm),
-        *several(k_norm),
-    )
-    if held and differentiated(*learned):
+    # Calls of which torch wants a gradient.
+    read = several(tuple(aux) if isinstance(aux, list) else aux)
+    learned = q, k, v, bias, alibi, sink, *read, *several(q_norm), *several(k_norm)
+    if keys_fp8 and differentiated(*learned):
         raise NotImplementedError(
             "q: requires_grad, and there are no gradients of fp8 attention; call it under torch.no_grad()"
         )
     if (differentiated(*learned) or mapped_with_grad(learned)) and not isinstance(blocks, Making):
-        adds = True if flag("accumulate", accumulate) else None
-        if not (out is lse is stream is adds is None):
-            wanted = {"out": out, "lse": lse, "stream": stream, "accumulate": adds}
-            name = next(name for name, x in wanted.items() if x is not None)
-            raise NotImplementedError(
-                f"{name}: cannot be given where a gradient is to come; leave it out, or call under torch.no_grad()"
-            )
+        _refuse_beside_gradient(out=out, lse=lse, stream=stream, accumulate=flag("accumulate", accumulate) or None)
         told = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
         told |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
         told |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
@@ -250,12 +187,13 @@ def forward(
         told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
         told |= {"dropout": dropout, "seed": seed} if dropout else {}
         told |= {"deterministic": True} if deterministic else {}
-        made = _autograd().differentiable(told)
+        made = autograd().differentiable(told)
         if made is not None:
             return made if return_lse else made[0]
+    # All other calls: the program that serves one, and its arrays and options in the order of the program.
     unrounded = out is not None and getattr(out, "itemsize", 0) != ROUNDED and "float32" in str(getattr(out, "dtype", ""))
     joins = accumulate is not False and flag("accumulate", accumulate)
-    if joins and (held or out is None or lse is None):
+    if joins and (keys_fp8 or out is None or lse is None):
         raise TypeError("accumulate: takes out and lse of float32, and k and v that are not of fp8")
     if lse is not None and not (joins or return_lse):
         raise TypeError("lse: is written with return_lse=True")
@@ -264,34 +202,45 @@ def forward(
     left, right = ends_of(window)
     random, (size, ready_for, lists) = random_of(dropout, seed), blocks_of(blocks)
     normed = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists
     functions = [None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))]
-    if held:
-        units_given, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", units)])
-    if narrow:
-        options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for
-        given = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, lse
-        return _of_fp8(stream, given, (*options, *units_given, *common), layout)
-    given = q, k, v, *arrays, *eight(aux), out, lse
-    numbers = positive("norm_eps", norm_eps), random.dropout, random.seed
-    options = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for, *numbers, *common
-    if widened:
-        return _fp8_cache(stream, (*given[:-2], *descales[1:], *given[-2:]), (*units_given[1:], *options), layout)
+    seen = flag("causal", causal), left, right, positive("softcap", softcap), *functions, *size, ready_for
+    if keys_fp8:
+        units, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", descales)])
+        if of_fp8(q):
+            given = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, lse
+            return _of_fp8(stream, given, (*seen, *units, *common), layout)
+    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *eight(aux)
+    options = *seen, positive("norm_eps", norm_eps), random.dropout, random.seed, *common
+    if keys_fp8:
+        return _fp8_cache(stream, (q, k, v, *arrays, *descales[1:], out, lse), (*units[1:], *options), layout)
     if isinstance(blocks, Making):
-        return _block_lists(stream, given[: len(LISTS.names)], options, layout)
+        return _block_lists(stream, (q, k, v, *arrays), options, layout)
     if joins:
-        _joined(stream, given, options, layout)
+        _joined(stream, (q, k, v, *arrays, out, lse), options, layout)
         return (out, lse) if return_lse else out
-    return (_unrounded if unrounded else _variant)(stream, given, options, layout)
+    return (_unrounded if unrounded else _variant)(stream, (q, k, v, *arrays, out, lse), options, layout)
 
 
-def _autograd() -> Any:
-    """The module that takes tensors that require grad: it imports torch, which is there with them. An import statement would
-    take a microsecond of every call. The package has it once it is ready; sys.modules sooner, while another thread is at it."""
-    found = getattr(PACKAGE, "autograd", None)
-    if found is None:
-        from . import autograd as found
-    return found
+def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str, Any], lists: bool) -> None:
+    """NotImplementedError: an argument is given that attention on fp8 does not serve. ValueError: descales are given, and
+    nothing is of fp8. others: bias, norms and dropout, None where there is none. lists: is the call for block_lists?"""
+    q_descale, *_ = descales
+    if keys_fp8 and of_fp8(q):
+        refuse_with_fp8(**others, block_lists=lists)
+    elif keys_fp8:
+        refuse_with_fp8(q_descale=q_descale, block_lists=lists)
+    else:
+        name = next(name for name, x in zip(("q_descale", "k_descale", "v_descale"), descales) if x is not None)
+        raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it out, or make them by attention.quantize")
+
+
+def _refuse_beside_gradient(**given: Any) -> None:
+    """NotImplementedError: one of these is given, in a call that torch wants a gradient of."""
+    for name, x in given.items():
+        if x is not None:
+            raise NotImplementedError(
+                f"{name}: cannot be given where a gradient is to come; leave it out, or call under torch.no_grad()"
+            )
 
 
 def plain(q: Any, k: Any, v: Any, causal: bool, scale: float | None, family: str | None, layout: str) -> tuple[Any, Any]:
@@ -320,153 +269,3 @@ def block_lists(q: Any, k: Any, v: Any, *, blocks: Any = None, **variant: Any) -
     if traced(q) or tracing(q):
         raise TypeError("q: lists are made outside of what torch.compile or jax.jit traces, and passed in")
     return forward(q, k, v, blocks=Making(blocks), **variant)
-
-
-def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
-    """See tiles.program: where a gradient is to come, the kernels of the backward pass."""
-    q, k, v, *_ = arrays
-    if any([getattr(x.owner, "requires_grad", False) for x in (q, k, v)]):
-        _autograd().prepare(*[x.form for x in (q, k, v)], options, layout)
-
-
-@program(FORWARD, gradient, ONCE, _meanwhile)
-def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
-    """How forward does calls of this form; lse is never given."""
-    check_extents(problem)
-    if shared_out.serves(problem, family):
-        return shared_out.planned(problem, causal, scale, return_lse)
-    return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
-
-
-@program(VARIANTS, gradient, ONCE)
-def _variant(
-    problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
-    norm_eps: float,
-    dropout: float | None,
-    seed_value: Number | None,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
-) -> Plan:
-    """The same with variants; mask and score are the names that python_functions.py knows functions by."""
-    check_extents(problem)
-    more = parts_of(problem, norm_eps, dropout, seed_value)
-    seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for
-    return planned_variant(problem, *seen, scale, return_lse, family, more, norm_eps)
-
-
-@program(OF_FP8, no_gradient=ONCE)
-def _of_fp8(
-    problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
-    q_unit: float,
-    k_unit: float,
-    v_unit: float,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
-) -> Plan:
-    """The same of float8_e4m3fn; q_unit, k_unit and v_unit: the descales that are numbers."""
-    check_extents(problem, 16)
-    check_output(problem)
-    seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for
-    numbers: dict[str, float | Number] = {"qk_unit": q_unit * k_unit, "v_unit": v_unit}
-    return planned_variant(problem, *seen, scale, return_lse, family, numbers=numbers)
-
-
-def planned_variant(
-    problem: Problem,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
-    more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
-    norm_eps: float = 0.0,
-    numbers: dict[str, float | Number] | None = None,
-    units: tuple[float, float] = (1.0, 1.0),
-) -> Plan:
-    """The Plan of a variant, of which `more` is a part, and of numbers that its kernels are told besides. units: of keys and of
-    values that are widened."""
-    masking, scoring, aux = functions_of(problem, mask, score)
-    if (mask or score) and "Z" in problem.extents:
-        raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
-    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
-    looks = indexed(problem, asking, listed=ready_for is not None)
-    axes, more = [len(x.form.shape) for x in aux], [*more]
-    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
-    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
-    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
-    if listing and listing.blocked:
-        more.append((listing.blocked, {}))
-    made = assembled(
-        scale_of(problem, scale),
-        causal,
-        (left, right),
-        softcap,
-        "alibi" in problem,
-        bias_of(problem, last=scoring is None),
-        "sink" in problem,
-        None if listing and listing.blocked else masking,
-        scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
-        more,
-    )
-    made = made._replace(numbers=made.numbers | (numbers or {}))
-    plan = planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
-    return plan._replace(steps=[*looks, *plan.steps])
-
-
-_block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
-_joined = program(INTO)(_variant.planner)
-
-
-@program(FP8_CACHE, no_gradient=ONCE)
-def _fp8_cache(
-    problem: Problem,
-    k_unit: float,
-    v_unit: float,
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    softcap: float | None,
-    mask: str | None,
-    score: str | None,
-    block_rows: int | None,
-    block_cols: int | None,
-    ready_for: str | None,
-    norm_eps: float,
-    dropout: float | None,
-    seed_value: Number | None,
-    scale: float | None,
-    return_lse: bool,
-    family: str | None,
-) -> Plan:
-    """The same of q of 16 bits, and keys and values of float8_e4m3fn, which are widened first."""
-    check_extents(problem)
-    more = parts_of(problem, norm_eps, dropout, seed_value)
-    seen = causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for
-    return planned_variant(problem, *seen, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))

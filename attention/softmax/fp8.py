@@ -35,7 +35,7 @@ OF_FP8 = Schema(
 
 
 def of_fp8_cache(table: str) -> str:
-    """A table of forward's arguments where k and v are of fp8."""
+    """The rows of a schema for forward's arguments, changed to those for k and v of fp8."""
     for name, axes in ("k", "BTGD"), ("v", "BTGV"):
         table = re.sub(rf"\n    {name} .*", f"\n    {name} {axes} fp8", table)
     rows, behind, results = table.partition("\n    out")
@@ -49,14 +49,15 @@ def of_fp8(x: Any) -> bool:
 
 
 def refuse_with_fp8(**given: Any) -> None:
-    """NotImplementedError: there is one of these, and no kernel for it."""
+    """NotImplementedError: one of these arguments is given, and no kernel serves it."""
     for name, what in given.items():
         if not (what is None or what is False):
             raise NotImplementedError(f"{name}: is not served with k and v of float8_e4m3fn; convert them to bfloat16")
 
 
 def unit_of(name: str, descale: Any) -> tuple[float, Any]:
-    """(number, array or None) of a descale; TypeError, ValueError."""
+    """(the number, None) or (1.0, the array) of a descale. TypeError, ValueError: it is not a positive number in float32's
+    range."""
     if descale is None:
         return 1.0, None
     if hasattr(descale, "shape") and not isinstance(descale, float):
@@ -68,7 +69,8 @@ def unit_of(name: str, descale: Any) -> tuple[float, Any]:
 
 
 def of_blocks(problem: Problem) -> list[str]:
-    """Those of the descales that are of blocks of rows. ValueError, NotImplementedError: of blocks that kernels do not take."""
+    """The names of the descales that are given for blocks of rows. ValueError, NotImplementedError: they have not one number
+    for each block, or the call is one that does not take such descales."""
     found = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
     for name in found:
         of, rows, blocks = ("q", "S", "x") if name == "q_descale" else ("k", "T", "y")
@@ -82,7 +84,7 @@ def of_blocks(problem: Problem) -> list[str]:
 
 
 def check_output(problem: Problem) -> None:
-    """ValueError: an output that kernels cannot write 16 bytes at a time."""
+    """ValueError: the kernels cannot write this output 16 bytes at a time."""
     out = problem.forms.get("out")
     if out and (problem.bytes_at_once("out") < ALIGNMENT or (out.strides[-1] != out.itemsize and out.shape[-1] > 1)):
         wanted = f"must have adjacent columns, and an address and strides that are multiples of {ALIGNMENT} bytes"

@@ -13,7 +13,7 @@ from tiles.arguments import tiled
 
 
 class Values(NamedTuple):
-    """Two rings of tiles of V: as they are copied, and as they are multiplied."""
+    """Two rings of tiles of V: as they are loaded, and transposed, as they are multiplied."""
 
     copied: Any
     turned: Any
@@ -28,11 +28,11 @@ class ByProducer:
     behind = 1  # tiles that the producer still has to transpose when all are copied
 
     def source(self, keys: int, columns: int) -> gl:
-        """The kernel's parameter: V, of which so many keys and columns make a tile."""
+        """The type of the kernel's parameter for V, of which a tile has so many keys and columns."""
         return tiled(st(keys, columns, fp8e4m3), unit=1)
 
     def rings(self, keys: int, columns: int, stages: int, readers: int) -> dict[str, ring]:
-        """What tiles take of shared memory: the last items of a plan."""
+        """The last items of the kernel's plan of shared memory: the rings of V."""
         copied, turned = st(keys, columns, fp8e4m3), st(columns, keys, fp8e4m3)
         return {
             "copied": ring(copied, stages, warpgroup.WARPGROUP),
@@ -41,18 +41,19 @@ class ByProducer:
 
     @inlined
     def opened(self, items):
-        """The rings of queries and of keys, and Values, of a plan's items."""
+        """(the ring of queries, the ring of keys, Values) from a plan's items."""
         q, k, copied, turned = items
         return q, k, Values(copied, turned)
 
     @inlined
     def fill(self, values, j, gV, own, key, head):
-        """The producer: copy tile j, whose first key of a Sequence is `key`."""
+        """Done by the producer: load tile j, whose first key in the sequence is `key`."""
         values.copied.fill(j, gV, (own.batch, own.key + key, head))
 
     @inlined
     def turn(self, values, j, sequences, keys):
-        """The producer: tile j for the consumers. keys: how many of the first tile's are the sequence's."""
+        """Done by the producer: transpose tile j for the consumers. keys: how many of the first tile's keys belong to the
+        sequence."""
         tile = values.copied.wait(j)
         if j == 0:
             sequences.clear(tile, keys, 1)
@@ -62,8 +63,8 @@ class ByProducer:
 
 
 class Before(ByProducer):
-    """transpose_values.py has transposed V before, to (batch, head, column, key), each element once. The producer only copies,
-    and there is one ring. For sequences that have a batch each."""
+    """A kernel of its own (transpose_values.py) has transposed V before, to (batch, head, column, key), each element once. The
+    producer only loads tiles, into one ring. Each sequence must have a batch."""
 
     before = True
     behind = 0
@@ -81,9 +82,9 @@ class Before(ByProducer):
 
     @inlined
     def fill(self, values, j, gV, own, key, head):
-        """See ByProducer. Tiles lie at multiples of their keys."""
+        """See ByProducer. Tiles begin at multiples of their number of keys."""
         values.turned.fill(j, gV, (own.batch, head, 0, int32(key // values.turned.tile.cols)))
 
     @inlined
     def turn(self, values, j, sequences, keys):
-        """See ByProducer: nothing is left to do."""
+        """See ByProducer. Nothing is left to do."""

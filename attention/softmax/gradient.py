@@ -32,8 +32,8 @@ STOP = "put jax.lax.stop_gradient around"
 def gradients(
     dout: Any, given: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
 ) -> dict[str, Any]:
-    """{name: gradient} of a call on these arrays, with these other options, that gave out and lse, by attention.backward.
-    wanted: of which arrays, at least."""
+    """{name: gradient} of a call of forward with these arrays and options that returned out and lse, computed by
+    attention.backward. wanted: the names of the arrays whose gradients are needed; there may be more."""
     arrays = grouped(given)
     q, k, v = (arrays.pop(name) for name in "qkv")
     asked: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
@@ -46,7 +46,7 @@ def gradients(
 
 
 def unserved(told: Iterable[str]) -> list[str]:
-    """The arguments of forward, and of what it made of them, among these that backward does not take."""
+    """Those of these arguments of forward that attention.backward does not take."""
     taken = backward_takes()
     return [name for name in told if name not in taken]
 
@@ -65,7 +65,7 @@ backward_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # t
 
 
 def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Arrays as forward takes them."""
+    """Arrays by the names of forward's arguments, from arrays by their flat names."""
     if SEVERAL.isdisjoint(arrays):
         return {**arrays}
     found = {name: x for name, x in arrays.items() if name not in SEVERAL}
@@ -78,7 +78,7 @@ def grouped(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(arrays by their flat names, all else) of what forward was told; what is None is left out."""
+    """(arrays by their flat names, everything else) of forward's arguments. Arguments that are None are left out."""
     arrays: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, x in told.items():
@@ -96,7 +96,8 @@ def flat(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 # ---- of programs -----------------------------------------------------------------------------------------------------
 def gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
-    """See tiles.program. NotImplementedError names an argument that has no gradient, or with which there is none."""
+    """The gradient of forward's programs, as `tiles.program` asks for it for JAX. NotImplementedError: an argument in `names`
+    has no gradient, or there is none with an argument that is given."""
     for name in names:
         if name not in DIFFERENTIABLE:
             raise NotImplementedError(f"{name}: has no gradient yet; {STOP} it")
@@ -111,7 +112,8 @@ def _gradients(
     layout: str,
     wanted: Sequence[str],
 ) -> dict[str, Any]:
-    """The gradients of a program's arrays, by those of its results. wanted: of which arrays, at least."""
+    """{name: gradient} of a program's arrays. of_results: the gradients with respect to its results. wanted: the names that
+    are needed."""
     if "lse" in of_results:
         raise NotImplementedError(f"lse: has no gradient; {STOP} it")
     if not of_results:
@@ -123,7 +125,7 @@ def _gradients(
 
 
 def _told(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """A program's options in forward's words, but for what is as it is by default."""
+    """A program's options as arguments of forward, without those that have their defaults."""
     ends = options.get("left"), options.get("right")
     told = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
     told |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}

@@ -35,11 +35,12 @@ REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumer
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A kernel's shape: consumers of 64 query rows each, stages of the rings of keys and values and of the ring of queries.
-    persistent: each multiprocessor has one block, which goes through many tiles and loads the next one while it finishes one;
-    otherwise each tile has a block, and the hardware balances the load. sent: TMA stores the output, from the slot of its
-    queries, while the next tile begins; otherwise the consumers store it. turns: consumers take turns to issue their products.
-    stored: weights go to their product with values by way of shared memory. resident: blocks that share a multiprocessor."""
+    """A kernel's configuration. consumers: each has 64 query rows. stages, queries: the slots of the rings of keys and values,
+    and of the ring of queries. persistent: each multiprocessor has one block, which works on many tiles and loads the next one
+    while it finishes one; otherwise each tile has a block, and the hardware balances the load. sent: TMA stores the output,
+    from the slot of its queries, while the next tile begins; otherwise the consumers store it. turns: do consumers take turns
+    to issue their products? stored: do weights reach their product with the values through shared memory? resident: blocks
+    that share a multiprocessor."""
 
     consumers: int
     stages: int = 2
@@ -62,36 +63,47 @@ class Config(BaseConfig):
 
     @property
     def output(self):
-        """How the output is written."""
+        """The object that writes the output."""
         return (Sent if self.sent else Joined if self.joins else Unrounded if self.unrounded else Stored)(self.lie.apart)
 
     @property
     def turn(self):
-        """In which order consumers issue their products."""
+        """The object that says in which order consumers issue their products."""
         return warpgroup.ping_pong(self.consumers) if self.turns else AsTheyCome()
 
     @property
     def weights(self):
-        """Where weights lie."""
+        """The object that says where weights lie."""
         return (InShared if self.stored else InRegisters)(self.dtype)
+
+    def lasts(self, queries: Any, keys: Any, pairs: Any, processors: int) -> Any:
+        """How long the busiest multiprocessor works, in keys that rows of queries see: the time of a tile times the rounds of
+        tiles. If later queries see more keys, it is the longer of the last tile's time and the mean over all
+        multiprocessors."""
+        tiles, row = pairs * -(-queries // self.rows), TAKES[max(self.head_dim, self.value_dim)][self.consumers]
+        rounds, tile = -(-tiles // processors), row * self.rows
+        if self.variant.rising:
+            last, mean = tile * (keys - min(self.rows, queries) / 2), tile * (keys - queries / 2)
+            return max(BESIDES + last, rounds * BESIDES + tiles * mean / processors)
+        return rounds * (BESIDES + tile * keys)
 
     def __str__(self):
         return super().__str__() + " persistent" * self.persistent + " sent" * self.sent + " stored" * self.stored
 
 
 def one(kv: int, **more: Any) -> dict[str, Any]:
-    """A shape: one consumer, and so many keys of a block, two of which share a multiprocessor."""
+    """The shape with one consumer and this many keys in a block; two such blocks share a multiprocessor."""
     shape = {"kv": kv, "consumers": 1, "stages": 2, "persistent": False, "queries": 1, "sent": False, "turns": False}
     return shape | {"stored": False, "resident": 2} | more
 
 
 def two(kv: int, **more: Any) -> dict[str, Any]:
-    """The same of two consumers, and one block."""
+    """The shape with two consumers, and one block on a multiprocessor."""
     return {"kv": kv, "consumers": 2, "stages": 2, "stored": False} | more
 
 
 def three(kv: int, **more: Any) -> dict[str, Any]:
-    """The same of three consumers."""
+    """The shape with three consumers, and one block on a multiprocessor."""
     return two(kv) | {"consumers": 3} | more
 
 
@@ -129,7 +141,10 @@ SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
 SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
 SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
-DEARER = {64: 1.25, 96: 1.2, 128: 1.03}  # what two consumers take for a row of queries, of what three do; 96 was not timed
+# How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1; and how long for a
+# tile besides, in keys that a row sees
+TAKES = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
+BESIDES = 16000
 WINDOW: dict[int, dict[str, Any]] = {128: {"queries": 2, "turns": False}}  # of windows of up to 2048 keys
 OTHERS: dict[float, dict[str, Any]] = {2048: PERSISTENT}
 
@@ -155,10 +170,11 @@ def config_for(
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
 
-def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
-    """The same with tiles of fewer rows, for full and causal attention whose sequences, `pairs` with all heads, have so few
-    queries (packed: on average) that others would be idle: rows of a tile, or multiprocessors while the last tiles are worked
-    on. The bits are the same, but of many short sequences, whose blocks of keys are smaller."""
+def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int) -> Config:
+    """The same configuration with fewer query rows in a tile, if otherwise much would be idle: rows of tiles, because
+    sequences have few queries (`queries`, of packed ones the mean), or multiprocessors, while the last tiles are worked on.
+    For full and causal attention only. pairs: how many sequences there are, counted by head. The bits stay the same, except
+    for many short sequences, whose blocks of keys become smaller."""
     if config.variant not in (FULL, CAUSAL) or config.lie not in (Batched, Packed) or config.axes or config.by_list:
         return config
     widest = max(config.head_dim, config.value_dim)
@@ -166,15 +182,17 @@ def fitted(config: Config, queries: Any, pairs: Any, processors: int) -> Config:
         return config
     if queries <= (SHORT if config.lie is Packed else warpgroup.ROWS) and pairs >= MANY * processors:
         return replace(config, **SMALL[widest])
-    if config.consumers == 3 and config.variant is FULL and config.lie is Batched:
-        less = replace(config, consumers=2, stored=False, turns=True)
-        (now, then) = (-(-pairs * -(-queries // of.rows) // processors) * of.rows for of in (config, less))
-        return less if DEARER[widest] * then < now else config
-    return config
+    if config.lie is not Batched:
+        return config
+    choices = [config]
+    if config.consumers > 2:
+        choices.append(replace(config, consumers=2, stored=False, turns=True))
+    choices.append(replace(config, consumers=1, stored=False, turns=False, resident=2))  # there is room for one or two
+    return min(choices, key=lambda of: of.lasts(queries, keys, pairs, processors))
 
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
-    """Of a variant's tiles."""
+    """The shape of the tiles of a variant."""
     loaded = FETCHED if variant.fetches and not variant.draws else LOADED
     loaded = BROUGHT if variant.brings and not variant.draws else loaded
     shapes = loaded if variant.loads or variant.brings else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
@@ -182,7 +200,7 @@ def _shape(padded: int, variant: Variant) -> dict[str, Any]:
 
 
 def _by_length(padded: int, variant: Variant) -> dict[float, dict[str, Any]]:
-    """Up to how many keys what is other."""
+    """{up to how many keys: the fields of the Config that are different then} for a variant."""
     if variant.plain:
         return BY_LENGTH.get((padded, variant.rising), OTHERS)
     if variant.scored and variant.from_first and not (variant.loads or variant.brings):
@@ -197,11 +215,13 @@ def _config(padded: int, dtype: dtype, variant: Variant, end: float | None) -> C
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems of any length are served with; fp16, whose code takes the same registers as bf16's, with `everything`."""
+    """The configurations that problems of any length are served with. fp16, whose code takes as many registers as bf16's,
+    comes with `everything`."""
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             long = [config_for(head_dim, of, variant, end) for end in (*_by_length(head_dim, variant), math.inf)]
-            fewer = [fitted(config, queries, MANY, 1) for config in long for queries in (1, warpgroup.ROWS + 1)]
+            loads = (1, 1), (warpgroup.ROWS + 1, 1), (512, 512)  # (queries, multiprocessors) for which one or two consumers do
+            fewer = [fitted(config, queries, 512, MANY, processors) for config in long for queries, processors in loads]
             yield from dict.fromkeys((*long, *fewer))
             if everything:
                 yield config_for(head_dim, of, variant, math.inf, **in_pages(2))
@@ -214,7 +234,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 @static
 class AsTheyCome:
-    """Consumers issue their products when they can: the same methods as `warpgroup.ping_pong`, without any order."""
+    """Consumers issue their products as soon as they can. The methods are those of `warpgroup.ping_pong`."""
 
     @inlined
     def begin(self, me):
@@ -274,7 +294,7 @@ def make(config: Config):
 
     @inlined
     def prepared(queries, at):
-        """A consumer's rows of Q, as the variant has them."""
+        """A consumer's rows of Q, as the variant changes them."""
         if PREPARES:
             of_queries = variant.of_queries(warpgroup.load(queries, Q), at)
             for i in range(PANELS):  # one after the other, for registers' sake
@@ -313,8 +333,8 @@ def make(config: Config):
 
     @inlined
     def own_blocks(row, every, at):
-        """(how many of a tile's key blocks a consumer works on: the last of them in order; how many it masks: the first,
-        and all that the mask cuts). 0 for rows that do not exist."""
+        """(how many of a tile's key blocks a consumer works on, the last ones in order; how many of them it masks: the first
+        one, and all that the mask cuts). Both are 0 if the consumer's rows do not exist."""
         if SKIPS:
             own = own_rows.key_blocks(row, at)
             return int32(own.n if row < at.queries else 0), int32(max(1, own.cut))
@@ -323,8 +343,8 @@ def make(config: Config):
 
     @inlined
     def stand_by(j, first, end, k, v, tiles, me):
-        """Pass by key blocks that none of a consumer's rows sees, and leave the tensor cores to the others. Every consumer
-        takes a turn for each key block of a tile but one."""
+        """Pass over the key blocks that none of a consumer's rows sees, so that the others have the tensor cores. Every
+        consumer takes one turn for each key block of a tile except the last."""
         for i in range(j, first):
             k.wait(i)
             k.release(i)

@@ -37,8 +37,8 @@ HEADS, IN_BLOCK = OfHeads(), ByProducer()
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A kernel's shape: consumers of 64 query rows each. Rings of keys and values have `stages`. units: see descales.py;
-    turned: see fp8_values.py."""
+    """A kernel's configuration. consumers: each has 64 query rows. stages: of the rings of keys and values. units: see
+    descales.py. turned: see fp8_values.py."""
 
     consumers: int
     stages: int = 2
@@ -61,12 +61,12 @@ class Config(BaseConfig):
 
     @property
     def local_bytes(self):
-        """What registers leave over, of a thread: of shapes that were timed to be faster all the same."""
+        """Bytes of local memory that a thread may use, for shapes that were measured to be faster in spite of them."""
         return LOCAL.get((self.value_dim, self.kv), 0) if self.turned.before else 0
 
     @property
     def part(self):
-        """Columns of O that are taken up at a time: what registers have room for, of three consumers or two."""
+        """The columns of the output that are taken up at a time: as many as there are registers for."""
         return min(self.value_dim, 64 if self.consumers > 2 else 128)
 
 
@@ -90,23 +90,23 @@ ROUNDS = 1.05  # how much longer, by its rows alone, the kernel of TURNED may be
 
 
 def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
-    """The next larger one that there are kernels of."""
+    """The next larger head dim for which there are kernels."""
     return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
 
 
 def turned_shape(padded: int, keys: float) -> Any:
-    """TURNED's shape for so many keys; None: there is none."""
+    """The shape for V that is transposed before, for so many keys; None if there is none."""
     return next((shape for least, shape in reversed(TURNED[padded].items()) if keys >= least), None)
 
 
 def blocked_shape(padded: int, keys: float, variant: Variant) -> Any:
-    """The same where blocks have units of their own."""
+    """The shape for descales of blocks."""
     return None if variant.rising and keys <= SHORT else BLOCKED_TURNED.get(padded)
 
 
 def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
-    """Does plain attention, of so many queries and keys of each pair of head and batch, `group` of which share one of V, take
-    less time where V is turned before?"""
+    """Is it faster to transpose V before? For plain attention with so many queries and keys in each of `pairs` pairs of head
+    and batch, `group` of which share a head of V."""
     shape = turned_shape(padded, keys)
     if shape is None or queries * group < MANY:
         return False
@@ -115,7 +115,7 @@ def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int,
 
 
 def busy(consumers: int, queries: int, pairs: int, processors: int) -> int:
-    """How many rows the busiest multiprocessor works on, if tiles belong to so many consumers."""
+    """The number of rows that the busiest multiprocessor works on, if each tile belongs to so many consumers."""
     rows = warpgroup.ROWS * consumers
     return -(-(-(-queries // rows) * pairs) // processors) * rows
 
@@ -129,8 +129,8 @@ def config_for(
     before: bool = False,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem of so many keys. before: is V to be turned before, if it can be? kind: what else
-    a BaseConfig says."""
+    """The configuration for so many keys. before: should V be transposed before, if it can be? kind: further fields of the
+    Config."""
     padded = padded_dim(head_dim, value_dim)
     plain = variant.plain and kind.get("lie", Batched) is Batched
     shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)
@@ -146,7 +146,7 @@ def config_for(
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """The configurations that an architecture is served with."""
     if arch == "sm_90a":
         for head_dim, variant in itertools.product(SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, variant)
@@ -160,7 +160,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 class Units(NamedTuple):
-    """The arrays that say what numbers are multiplied by, and whose of them are a tile's."""
+    """The arrays of the units by which q, k and v are multiplied, and which of their elements belong to a tile."""
 
     q: Any
     k: Any
@@ -170,8 +170,9 @@ class Units(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a consumer knows of its rows: the queries, the Blocks of keys, where they stand, how exp2 scales scores, their unit,
-    in units of scores how much weights are lifted and how far a maximum may lag, and where units are told."""
+    """What a consumer knows about its rows: the queries, the Blocks of keys, where the rows stand, the scale of exponents, the
+    unit of the scores; by how much weights are lifted and how far a maximum may lag, both in units of scores; and where units
+    are found."""
 
     queries: Any
     every: Any
@@ -184,7 +185,7 @@ class Tile(NamedTuple):
 
     @inlined
     def per_scale(self):
-        """What one power of 2 of a weight is in units of scores."""
+        """One power of 2 of a weight, in units of scores."""
         return self.lift * float32(1 / LIFT)
 
 
@@ -211,7 +212,7 @@ def make(config: Config):
 
     @inlined
     def scored(s, key, tile, of):
-        """What the variant makes of scores, in their unit if it wants to know."""
+        """The scores as the variant changes them, multiplied by their unit if it must know it."""
         if MEASURES:
             return variant.score(units.measured(s, tile, of.unit), of.at, key)
         else:
@@ -219,7 +220,7 @@ def make(config: Config):
 
     @inlined
     def lifted(below, lift):
-        """What to subtract from scores, for higher weights."""
+        """What is subtracted from the scores to get weights that are lifted by a power of 2."""
         if variant.by_rows:
             return below - lift
         else:
@@ -227,13 +228,14 @@ def make(config: Config):
 
     @inlined
     def weighed(s, key, seen, tile, of):
-        """What has been seen with a block of scores, but for their sum, and their weights, 2^LIFT at the maximum."""
+        """(what has been seen with a block of scores, their weights). The weights are not yet in the sum; they are 2^LIFT at
+        the maximum."""
         below = variant.below(s, of.at, key)
         return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
 
     @inlined
     def gained(o, lag, p, tile):
-        """O, which lags, and the product of a block's weights and its tile of values, each summed by itself."""
+        """The output, which lags behind, plus the product of a block's weights and values, which is summed by itself."""
         if WHOLE:
             return warpgroup.wait(warpgroup.mm_ABt(p, tile)) + o * lag
         elif TOGETHER:  # the first half of the columns is taken up while the tensor cores have the second

@@ -25,7 +25,7 @@ COUNTS = "cu_seqlens", "cu_seqlens_k", "cu_seqlens_new", "lengths", "lengths_k",
 
 
 class Asking(NamedTuple):
-    """A mask and a score, which read aux, and what else says which keys a query sees. most_keys: those of a sequence."""
+    """A mask and a score that read aux, and what else decides which keys a query sees. most_keys: of a sequence."""
 
     mask: Callable | None
     score: Callable | None
@@ -37,8 +37,9 @@ class Asking(NamedTuple):
 
 
 def indexed(problem: Problem, asking: Asking, listed: bool = False) -> list[Step]:
-    """The step that looks at the indices, where numbers are looked at. listed: have the blocks of keys been listed before, of
-    which nobody says here which they are? ValueError: an array is too short for all that a call has."""
+    """[the step that checks indices], if numbers are looked at in this call; otherwise []. listed: were the blocks of keys
+    listed before, so that nobody knows here which they are? ValueError: an array is too short for the call's numbers of
+    queries, keys, batches or heads."""
     if not asking.aux:
         return []
     (queries, batch, heads), blocks = problem("SNH"), listed or FIELDS[0] in problem
@@ -52,7 +53,7 @@ def indexed(problem: Problem, asking: Asking, listed: bool = False) -> list[Step
 
 
 def _check_forms(asking: Asking, function: Callable | None, most: dict[str, int], scored: bool) -> None:
-    """ValueError: an axis that is indexed by b, h, i or j itself has fewer elements than there are of these."""
+    """ValueError: an axis is indexed by plain b, h, i or j, and is shorter than the number of these."""
     if function is None:
         return
     try:
@@ -71,13 +72,14 @@ def _check_forms(asking: Asking, function: Callable | None, most: dict[str, int]
 
 
 class Indices(NamedTuple):
-    """A step that asks the functions for all their places, and launches nothing."""
+    """A step of a plan that calls the functions for all pairs of query and key, and launches nothing."""
 
     problem: Problem
     asking: Asking
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """At these addresses. ValueError that names the array, the index and the extent, and where the function read there."""
+        """Check the arrays at these addresses. ValueError: it names the array, the index and the extent, and where the
+        function read."""
         names = [name for name in COUNTS if name in self.problem]
         found = {name: read(addresses[(x := self.problem[name]).source], x.form, stream) for name in names}
         arrays = [read(addresses[x.source], x.form, stream) for x in self.asking.aux]
@@ -106,7 +108,7 @@ class Indices(NamedTuple):
                         seen = seen & made if function is mask else seen
 
     def _sequences(self, found: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:
-        """(number, queries, first key, end of keys) of each."""
+        """(number, queries, first key, end of keys) of each sequence."""
         tokens, count = self.problem("SN")
         ends, keys = found.get("cu_seqlens"), np.full(count, self.asking.most_keys)
         queries = np.full(count, tokens) if ends is None else np.diff(ends)
@@ -124,7 +126,7 @@ class Indices(NamedTuple):
 
 
 class Supervised:
-    """An array that a function reads, and must not read outside for keys that are seen, (queries, keys)."""
+    """An array as a function reads it, which refuses indices outside of it for pairs (query, key) that are seen."""
 
     def __init__(self, name: str, array: np.ndarray, option: str, seen: np.ndarray, first: tuple[int, int, int, int]):
         self.name, self.option, self.seen, self.first = name, option, seen, first

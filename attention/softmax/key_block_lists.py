@@ -30,7 +30,7 @@ LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A
 
 @static
 class Listed(Tiling):
-    """Tiles whose key blocks a list says: given.lists, by batch, head and block of queries."""
+    """A Tiling in which a list says which key blocks a tile works on: given.lists, by batch, head and block of queries."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Listed(Tiling):
 
     @property
     def ends_within(self) -> bool:
-        """See Tiling. Some lists name a block behind the last key."""
+        """See Tiling. Some lists name a block beyond the last key."""
         return False
 
     @inlined
@@ -56,8 +56,8 @@ class Listed(Tiling):
 
 @dataclass(frozen=True)
 class Survey:
-    """Which classes blocks of keys have: of a variant, tiles of `rows` queries and blocks of `kv` keys. axes: how many each
-    array has that the variant's functions read."""
+    """The kernel that finds the class of each block of keys for a tile of queries: skipped, partial or full. rows, kv: queries
+    of a tile, keys of a block. axes: how many axes each array of aux has."""
 
     variant: Variant
     rows: int
@@ -67,12 +67,13 @@ class Survey:
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, and where classes go: by batch, head, tile and block."""
+        """The record of what the kernel needs for the variant, and of the classes that it writes, by batch, head, tile and
+        block."""
         return record(classes=CLASSES, **self.variant.given)
 
     @property
     def aux(self) -> Record:
-        """The arrays that the variant's functions read."""
+        """The record of the arrays of aux."""
         return arrays_of(self.axes)
 
     @staticmethod
@@ -86,8 +87,8 @@ class Survey:
 
         @cuda.jit
         def survey(given: GIVEN, aux: AUX, q_len: INT, kv_len: INT, blocks: INT, heads: INT, groups: INT):
-            """The classes of a few blocks of keys, for one of the `blocks` tiles of queries of a head; `groups` thread blocks
-            have all."""
+            """Find the classes of a few blocks of keys, for one of the `blocks` tiles of queries of a head. `groups` thread
+            blocks together find all."""
             rest, group = divmod(cuda.blockIdx.x, groups)
             pair, tile = divmod(rest, blocks)
             batch, head = divmod(pair, heads)
@@ -107,7 +108,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Compaction:
-    """Lists from classes, for the same variant, tiles and blocks."""
+    """The kernel that makes lists from these classes."""
 
     variant: Variant
     rows: int
@@ -116,7 +117,7 @@ class Compaction:
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, and where classes and lists are."""
+        """The record of what the kernel needs for the variant, of the classes and of the lists."""
         return record(classes=CLASSES, lists=LISTS, **self.variant.given)
 
     @staticmethod
@@ -127,7 +128,7 @@ class Compaction:
 
         @cuda.jit
         def compaction(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
-            """The list of one of the `blocks` tiles of queries of a head."""
+            """Make the list of one of the `blocks` tiles of queries of a head."""
             pair, tile = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(pair, heads)
             at = At(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, given, 0, 0)

@@ -34,8 +34,8 @@ KERNELS = {hopper.Config: hopper, ampere.Config: ampere, hopper_fp8.Config: hopp
 
 
 class Before:
-    """What comes before the launch of attention itself, or after it: other launches, and what they leave in scratch memory, of
-    which there is some already."""
+    """The launches that come before that of attention, and the scratch memory that holds their results. scratch: what there is
+    of it already."""
 
     def __init__(self, problem: Problem, scratch: list[tuple[tuple[int, ...], str]] | None = None):
         self.problem = problem
@@ -43,16 +43,17 @@ class Before:
         self.scratch = [] if scratch is None else scratch
 
     def memory(self, shape: tuple[int, ...], dtype: str) -> Operand:
-        """Some of it."""
+        """More scratch memory, of this shape and dtype."""
         self.scratch.append((shape, dtype))
         return self.problem.scratch(len(self.scratch) - 1, shape, dtype)
 
     def launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
-        """One more."""
+        """Add a launch."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 
     def widened(self, name: str, unit: float) -> Operand:
-        """Keys or values in q's dtype, times their descale and unit; themselves if they are not of fp8."""
+        """Keys or values of fp8 in q's dtype, times their descale and `unit`; a launch converts them. Those that are not fp8
+        are returned as they are."""
         problem, narrow = self.problem, self.problem[name]
         if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
             return narrow
@@ -71,7 +72,7 @@ class Before:
         return found
 
     def turned(self, values: Operand) -> Operand:
-        """V of fp8, its keys as columns: see transpose_values.py."""
+        """V of fp8, transposed by a launch of transpose_values.py."""
         batch, rows, heads, columns = values.form.shape
         blocks = -(-rows // transpose_values.KEYS)
         found = self.memory((batch, heads, columns, transpose_values.KEYS * blocks), values.form.dtype)
@@ -80,7 +81,7 @@ class Before:
         return found
 
     def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
-        """The keys' norm."""
+        """The normalised keys, written by a launch."""
         problem = self.problem
         shape = batch, rows, heads, columns = problem("BTGD")
         config = norms.Config(
@@ -93,7 +94,7 @@ class Before:
         return found
 
     def classes(self, blocked: Blocked) -> Operand:
-        """The map of a caller's lists of blocks. ValueError."""
+        """The map of a caller's lists of blocks, written by a launch. ValueError: the lists do not fit the call."""
         problem = self.problem
         batch, heads, rows = problem("IJP")
         q_len, kv_len, sequences, all_heads = problem("STNH")
@@ -115,8 +116,8 @@ class Before:
     def listed(
         self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
     ) -> Operand:
-        """The lists of key blocks of `blocks` tiles of queries. varies: do they differ by batch, by head? told, read: what
-        kernels are told of the variant and of sequences, and the arrays that its functions read."""
+        """The lists of key blocks of `blocks` tiles of queries, made by two launches. varies: (do they differ by batch? by
+        head?). told: the kernel's arguments for the variant and the sequences. read: the arrays of aux."""
         batch, heads, kv_len = self.problem("BHT")
         many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
@@ -139,10 +140,10 @@ def planned(
     norm_eps: float = 0.0,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
-    """The launch of an assembled variant, after those that it needs: of the keys' norm; of the map of a caller's blocks; and
-    where nobody knows which keys are seen before they are asked for, and each sequence lies in a batch of its own, of its lists
-    of key blocks. listing: how these are made; None: there is no need of them. Of a schema without results they are all that is
-    made, and given back as BlockLists."""
+    """The Plan of an assembled variant. Launches that may come before attention: those that normalise keys, convert or
+    transpose fp8, make the map of a caller's blocks; and those that make lists of key blocks, if it cannot be known in advance
+    which keys are seen, and each sequence lies in a batch of its own. listing: how these lists are made, None if none are
+    needed. If the schema has no results, the lists are all that is made, and are returned as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     only_lists = not problem.schema.written
     joins = not only_lists and problem.schema.arguments["out"].role == "updated"
@@ -199,7 +200,8 @@ def planned(
 
 
 def in_tiles(problem: Problem, of: Variant) -> Variant:
-    """The same variant for kernels that have a bias brought by TMA, if it can be: one of 2 bytes a number, side by side."""
+    """The variant with its bias loaded in tiles by TMA, if that is possible: it must have 2 bytes a number, contiguous along
+    the keys."""
     if isinstance(of, Both):
         return Both(in_tiles(problem, of.one), in_tiles(problem, of.other))
     if type(of) is not Biased:
@@ -210,8 +212,7 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
 
 
 def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:
-    """The configuration that serves an assembled variant, of Hopper's kernels or the others. kind: further fields of the
-    Config."""
+    """The configuration for an assembled variant. tma: is it one of Hopper's kernels? kind: further fields of the Config."""
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
@@ -225,7 +226,7 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
         config = hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
         sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
-        return hopper.fitted(config, batch * queries / sequences, sequences * heads, gpu.processors)
+        return hopper.fitted(config, batch * queries / sequences, kv_len, sequences * heads, gpu.processors)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
     return ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
 
@@ -243,8 +244,8 @@ def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
 
 
 def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
-    """The launch of attention itself. most_keys: of a sequence. told: arrays, and what kernels are told of the
-    variant, of sequences and of where their keys are held."""
+    """The launch of attention itself. most_keys: of a sequence. told: the kernel's other arguments: arrays, and what it is
+    told of the variant, the sequences and the source of keys."""
     gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], made.variant
     q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
     blocks, pairs = tiles_of(problem, config)
@@ -272,7 +273,7 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
 
 
 def unit_of(problem: Problem, name: str, units: OfHeads) -> Operand | None:
-    """What kernels are told of the descale of q, k or v: see descales.py."""
+    """The kernel's argument for the descale of q, k or v: see descales.py."""
     which = f"{name}_descale"
     if which not in problem or not units.by_block or (name == "v" and len(problem.axes(which)) < 3):
         return over(problem, which, "NG")
@@ -288,14 +289,14 @@ def unit_of(problem: Problem, name: str, units: OfHeads) -> Operand | None:
 
 
 def made_for(problem: Problem, config: Any, listing: Listing) -> str:
-    """Which calls lists serve: see BlockLists."""
+    """The description of the calls that lists serve: see BlockLists."""
     batch, heads, queries, keys = map(int, problem("BHST"))
     each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
     return "; ".join([f"{queries=}; {keys=}", *each, f"tiles={config.rows} x {config.kv}", listing.seen])
 
 
 def variant_arrays(problem: Problem) -> dict[str, Operand]:
-    """The arrays that variants read, by the names that these know them by."""
+    """The arrays that variants read, by the names of the kernel's parameters."""
     slopes = over(problem, "alibi", "NH")
     if slopes is not None and "Z" in problem.extents:  # a part is a sequence, and all have the same slopes: see _parts
         batch, parts, heads = problem("BZH")
@@ -306,12 +307,13 @@ def variant_arrays(problem: Problem) -> dict[str, Operand]:
 
 
 def norm_of(problem: Problem, name: str) -> Rms | None:
-    """The norm of this name, if there is one."""
+    """The norm that the arguments of this name ask for, None if there are none."""
     return None if name not in problem else Layer() if f"{name}_bias" in problem else Rms()
 
 
 def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
-    """The same of a norm: weights, and a bias if there is one. ValueError."""
+    """The arrays of a norm, weights and if there is one a bias, by the names of the kernel's parameters. ValueError: their
+    last axis is not contiguous."""
     found = {}
     for said, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
         operand = over(problem, which, axes)
@@ -323,7 +325,8 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
 
 
 def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
-    """How a problem's sequences lie, and what its kernels are told of that; ValueError."""
+    """(the class that says how the sequences lie, the kernel's arguments for it). ValueError: arguments for sequences do not
+    fit each other."""
     q_len, kv_len = problem("ST")
     if "cu_seqlens_k" in problem and "cu_seqlens" not in problem:
         raise ValueError("cu_seqlens_k: takes cu_seqlens, too, which is None")
@@ -343,7 +346,8 @@ def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
 
 
 def _parts(problem: Problem) -> dict[str, Any]:
-    """What kernels are told of Parts; ValueError, NotImplementedError."""
+    """The kernel's arguments for Parts. ValueError, NotImplementedError: lengths_k does not fit, or an argument does not go
+    with it."""
     lengths, (q_len, parts, batch) = problem["lengths_k"], problem("SZB")
     form = lengths.form
     if parts == 0 or q_len % parts:
@@ -368,7 +372,8 @@ def _parts(problem: Problem) -> dict[str, Any]:
 
 
 def over(problem: Problem, name: str, axes: str) -> Operand | None:
-    """An argument spread over axes where it has an extent of 1, and over the first if it lacks that. ValueError."""
+    """An argument as an operand with the extents of `axes`: axes of length 1 are spread, and so is a first axis that it lacks.
+    None if it is not given. ValueError: it has another shape."""
     operand = problem[name]
     if operand is None:
         return None
@@ -384,7 +389,7 @@ def over(problem: Problem, name: str, axes: str) -> Operand | None:
 
 
 def spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
-    """With these extents, all elements being one along axes that have an extent of 1."""
+    """The operand with these extents. Along axes of length 1 its one element is repeated."""
     form = operand.form
     strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))
     return operand._replace(form=form._replace(shape=extents, strides=strides))

@@ -38,18 +38,19 @@ class Rms:
 
     @inlined
     def of_rows(self, x, given):
-        """What a tile's rows, whose columns from given.columns on are 0, are normalised by: their mean, 1 / their deviation."""
+        """(mean, 1 / deviation) of the rows of a tile; the mean is 0 for this norm. The tile's columns from given.columns on
+        are 0."""
         return zeros(x.col_vec), rsqrt(row_sum(x * x) / given.columns + given.norm_eps)
 
     @inlined
     def part(self, x, of_rows, head, col, given):
-        """The norm of some columns of these rows, of a head, from column `col` on."""
+        """Some columns of these rows, normalised: those of a head from column `col` on."""
         _, scale = of_rows
         return x * scale * self.columns(given.norm_weights, x, head, col)
 
     @inlined
     def columns(self, of, x, head, col):
-        """What an array (head, column) has for these columns."""
+        """The elements of an array (head, column) for these columns."""
         return load(of, x.row_vec, (head, col), 0, 1, True)
 
 
@@ -76,7 +77,7 @@ class Layer(Rms):
 
 @static
 class Normed(Variant):
-    """Of queries by `norm`."""
+    """A variant whose queries are normalised by `norm`."""
 
     plain = True
     prepares = True
@@ -101,7 +102,8 @@ class Normed(Variant):
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the norm, the columns of a row as padded, whether rows begin at multiples of 16 bytes."""
+    """The configuration of the kernel that normalises keys. norm: which. head_dim: columns of a row, padded. aligned: do rows
+    begin at multiples of 16 bytes?"""
 
     norm: Rms
     head_dim: int
@@ -123,7 +125,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What keys are normalised with: of any GPU alike."""
+    """The configurations, the same for all GPUs."""
     for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (Rms(), Layer()), SHAPES):
         yield Config(norm, head_dim, of, True)
 

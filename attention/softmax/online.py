@@ -77,7 +77,7 @@ class Seen(NamedTuple):
 
     @inlined
     def merge(self, other, scale):
-        """What both have seen together, of different keys; neither may lag behind."""
+        """What both have seen together, if their keys are different. Neither may lag behind."""
         m = maximum(self.m, other.m)
         mine, its = exp2((self.m - m) * scale), exp2((other.m - m) * scale)
         return Seen(self.o * mine + other.o * its, m, self.l * mine + other.l * its, self.lag)
@@ -92,7 +92,7 @@ class Seen(NamedTuple):
 
 @static
 class Softmax:
-    """How rows of a tile O begin: makes values of Seen."""
+    """Makes values of Seen for tiles of output like O."""
 
     tile: rt
 
@@ -111,5 +111,5 @@ class Softmax:
 
     @property
     def few(self) -> rt:
-        """A tile of as many rows and few columns."""
+        """The type of a tile with as many rows as O, and few columns."""
         return replace(self.tile, cols=16)

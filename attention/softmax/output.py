@@ -9,13 +9,13 @@ from tiles.arguments import array, tiled
 
 @static
 class Stored:
-    """Written by the consumers, 16 bytes a lane. The slot of the queries is free once the last scores are computed. apart: rows
-    behind a sequence's last query belong to no other sequence."""
+    """The consumers write the output, 16 bytes a lane. The slot of a tile's queries is free once its last scores are computed.
+    apart: do rows beyond a sequence's last query belong to no other sequence?"""
 
     apart: bool
 
     def declared(self, value_dim: int, of: dtype) -> Any:
-        """What the kernel says of the output."""
+        """How a kernel declares the output."""
         return array(4, of)
 
     @inlined
@@ -34,12 +34,12 @@ class Stored:
 
     @inlined
     def write(self, gO, o, at):
-        """Write them, wherever they end."""
+        """Write the rows from `at` on, wherever they end."""
         warpgroup.store(gO, o, at, rows=1, cols=3, aligned=True)
 
     @inlined
     def store_sums(self, gLse, lse, own, row, head):
-        """Write the logarithms of their sums."""
+        """Write the log-sum-exp of these rows."""
         at = own.batch, head, own.query + row
         if self.apart:
             warpgroup.store(gLse, lse, at)
@@ -48,20 +48,20 @@ class Stored:
 
     @inlined
     def release(self, q, r):
-        """The r-th tile's scores are made."""
+        """Called when the scores of the r-th tile have been computed."""
         q.release(r)
 
     @inlined
     def release_last(self, q, r):
-        """The r-th tile is under way."""
+        """Called when the output of the r-th tile is on its way."""
 
     @inlined
     def end(self):
-        """There are no more tiles."""
+        """Called when there are no more tiles."""
 
 
 class Unrounded(Stored):
-    """The same in float32, for who goes on adding."""
+    """The same in float32, for callers that go on adding to it."""
 
     def declared(self, value_dim: int, of: dtype) -> Any:
         return array(4, fp32)
@@ -72,11 +72,11 @@ class Unrounded(Stored):
 
 
 class Joined(Unrounded):
-    """The same of queries that have seen other keys: what of these, the arrays say."""
+    """The same for queries that have seen other keys before; the arrays hold the result for those."""
 
     @inlined
     def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
-        """See Stored. What the variant makes of the output it makes of all of it."""
+        """See Stored. If the variant changes the output, it changes the whole of it."""
         end = own.query + own.queries
         gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
         o = warpgroup.load(gO, softmax.tile, (own.batch, row, at.head, 0), 1, 3, False)
@@ -85,10 +85,11 @@ class Joined(Unrounded):
 
 
 class Sent(Stored):
-    """By TMA, from the place of its queries, while the next tile begins. No sequence follows, which it would overwrite."""
+    """TMA writes the output, from the shared memory of the tile's queries, while the next tile begins. No other sequence may
+    follow, because it would be overwritten."""
 
     def declared(self, value_dim: int, of: dtype) -> Any:
-        """What the kernel says of the output."""
+        """How a kernel declares the output."""
         return tiled(st(warpgroup.ROWS, value_dim, of), unit=1)
 
     @inlined
@@ -98,16 +99,16 @@ class Sent(Stored):
 
     @inlined
     def release(self, q, r):
-        """The r-th tile's scores are made: its output comes where its queries lie."""
+        """Called when the scores of the r-th tile have been computed: its output is then written where its queries lie."""
 
     @inlined
     def release_last(self, q, r):
-        """The r-th tile is under way: the output before it has been read."""
+        """Called when the output of the r-th tile is on its way: the one before has been read from shared memory."""
         if r > 0:
             warpgroup.store_wait()
             q.release(r - 1)
 
     @inlined
     def end(self):
-        """There are no more tiles."""
+        """Called when there are no more tiles."""
         warpgroup.store_wait()

@@ -23,7 +23,7 @@ INDICES = 2**24  # tiles of indices are of float32: whole numbers below this
 def parts_of(
     problem: Problem, norm_eps: float, dropout: float | None, seed_value: Number | None
 ) -> list[tuple[Variant, dict[str, float | Number]]]:
-    """Variants of queries and weights, and their numbers."""
+    """[(variant, its numbers)] for norms of queries and for dropout."""
     found: list[tuple[Variant, dict[str, float | Number]]] = []
     if norm := norm_of(problem, "q_norm"):
         found.append((Normed(norm), {"norm_eps": norm_eps, "columns": problem("D")[0]}))
@@ -33,7 +33,8 @@ def parts_of(
 
 
 def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Dropped, dict[str, float | Number]]:
-    """The variant that drops weights, and its numbers. seed: None if it lies in memory. ValueError."""
+    """(the variant for dropout, its numbers). seed: None if it lies in memory. ValueError: an array for the seed has not one
+    element."""
     if "seed" in problem and problem("O") != (1,):
         raise problem.error("seed", "must have one element", "seed")
     if seed is None:
@@ -42,7 +43,8 @@ def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Drop
 
 
 def bias_of(problem: Problem, last: bool) -> Biased | None:
-    """How the problem's bias is read, if there is one: by its strides. last: does no function follow?"""
+    """The variant for the problem's bias, None if there is none. It follows from the bias's strides. last: does no function in
+    Python follow?"""
     if "bias" not in problem:
         return None
     form = problem["bias"].form
@@ -54,8 +56,9 @@ def bias_of(problem: Problem, last: bool) -> Biased | None:
 def functions_of(
     problem: Problem, mask: str | None, score: str | None, most_keys: int | None = None
 ) -> tuple[Callable | None, Callable | None, list[Operand]]:
-    """The mask and the score of these names, and the arrays that they read. most_keys: those of a sequence, where they do not
-    lie one behind the other. ValueError, TypeError."""
+    """(mask, score, [the arrays of aux]) from the names that functions are known by. most_keys: of a sequence, if keys do not
+    lie one behind the other. ValueError, TypeError: there are too many keys to count in float32, or a function cannot be
+    called."""
     q_len, kv_len = problem("ST")
     kv_len = kv_len if most_keys is None else most_keys
     if (mask or score) and max(q_len, kv_len) >= INDICES:
@@ -76,8 +79,9 @@ def as_window(
     causal: bool,
     window: tuple[int | None, int | None],
 ) -> tuple[Callable | None, bool, tuple[int | None, int | None]]:
-    """(mask, causal, window) without the mask, where the others can say it: it is a window, whose place among the keys is the
-    same in all sequences, and nobody has or wants lists of blocks. axes: how many each array has that it reads."""
+    """(mask, causal, window), with None for the mask if it is only a window, which the others then say. The window must be at
+    the same place in all sequences, and there must be no lists of blocks, neither given nor asked for. axes: how many axes
+    each array of aux has."""
     listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
     if mask is None or listed or _ragged(problem) or (ends := ends_of_mask(mask, axes)) is None:
         return mask, causal, window
@@ -89,13 +93,13 @@ def as_window(
 
 
 def is_ordered(problem: Problem, right: int | None) -> bool:
-    """Do queries see no key that comes after them, both counted from 0, in a window that ends there?"""
+    """Does no query see a key that comes after it, both counted from 0? right: the end of the window."""
     queries, keys = problem("ST")
     return right is not None and not _ragged(problem) and right + keys - queries <= 0
 
 
 def _ragged(problem: Problem) -> bool:
-    """Have sequences their own numbers of queries and keys?"""
+    """Does each sequence have its own number of queries or keys?"""
     return any([name in problem for name in ("cu_seqlens", "cu_seqlens_k", "lengths_k")])
 
 
@@ -107,8 +111,8 @@ def listing_of(
     band: int,
     ready_for: str | None,
 ) -> Listing | None:
-    """How the blocks of keys are listed that a mask and a caller's blocks, of this size, let tiles of queries see; None: there
-    is no need to. band: how many queries kernels ask for at once, at most."""
+    """How lists of key blocks are made for a mask and for a caller's blocks of this size; None if none are needed. seen: in
+    words. band: the most queries for which a kernel asks at once. ready_for: what given lists were made for."""
     listing = None
     if mask is not None or ready_for:
         varies = (reads(mask, 0), reads(mask, 1)) if mask else (False, False)
@@ -122,7 +126,7 @@ def listing_of(
 
 
 def scale_of(problem: Problem, scale: float | None) -> float:
-    """The scale of scores; ValueError."""
+    """The scale of scores, D^-1/2 by default. ValueError: it is not positive, or too large or small for float32."""
     (head_dim,) = problem("D")
     scale = head_dim**-0.5 if scale is None else scale
     if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
@@ -131,7 +135,7 @@ def scale_of(problem: Problem, scale: float | None) -> float:
 
 
 def check_extents(problem: Problem, multiple: int = 8) -> None:
-    """ValueError: extents that the formula or the kernels do not take. multiple: what columns come by."""
+    """ValueError: the formula or the kernels do not take these extents. multiple: what head dims must be a multiple of."""
     q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("SHDTGV")
     for name, dim, which in (("q", head_dim, "head_dim"), ("v", value_dim, "value_dim")):
         if dim % multiple or not multiple <= dim <= 256:

@@ -11,9 +11,9 @@ from .block_masks import Blocked
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The result of `attention.block_lists`, for forward's blocks=. lists: which blocks of keys each tile of queries sees (see
-    key_block_lists.py). made_for: the calls that they serve, in words: `name=value; name=value`. If they were made of a
-    BlockMask, they keep its map of blocks, too, and the (rows, columns) of these."""
+    """The result of `attention.block_lists`, for forward's `blocks`. lists: which blocks of keys each tile of queries sees
+    (key_block_lists.py). made_for: the calls that they serve, in words: `name=value; name=value`. marks, size: if they were
+    made from a BlockMask, its map of blocks, and the (rows, columns) of a block."""
 
     lists: Any
     made_for: str
@@ -25,7 +25,8 @@ class BlockLists:
 
 
 def giving(made_for: str, lists: Operand, marked: tuple[Operand, int, int] | None) -> Callable[[Sequence[Any]], BlockLists]:
-    """A plan's `give`. marked: the map of a caller's blocks, and their rows and columns, if there are any."""
+    """The `give` of a Plan that makes lists. marked: (the map of a caller's blocks, its rows, its columns), if there is
+    one."""
 
     def give(every: Sequence[Any]) -> BlockLists:
         found = every[lists.source]
@@ -35,8 +36,8 @@ def giving(made_for: str, lists: Operand, marked: tuple[Operand, int, int] | Non
 
 
 class Listing(NamedTuple):
-    """How a call's key blocks are listed. seen: which keys are seen, in words. varies: whether lists differ by batch, and by
-    head. blocked: the caller's blocks. ready_for: the calls that the given lists serve, if lists are given."""
+    """How the key blocks of a call are listed. seen: which keys are seen, in words. varies: (do lists differ by batch? by
+    head?). blocked: the caller's blocks. ready_for: if lists are given, the calls that they serve."""
 
     seen: str
     varies: tuple[bool, bool]
@@ -52,7 +53,7 @@ class Making:
 
 
 def check(made_for: str, call: str, but: str = "nothing") -> None:
-    """ValueError that names what differs, `but` for that, between calls that lists were made for and one that is given them."""
+    """ValueError: the lists were made for other calls. It names what differs, apart from `but`."""
     both = zip(made_for.split("; "), call.split("; "))
     pairs = [(have, want) for have, want in both if have != want and not have.startswith(f"{but}=")]
     if pairs:

@@ -2,7 +2,7 @@
 one for the gradients, all of which go to one array, so that what is differentiated behind it is one product of matrices.
 
     y = turned(norm(q)), turned(norm(k))    rotary.py: heads of queries and keys, one behind the other, in one array
-    out = softmax(scale y_q y_k^T) v        the launches of forward.py, on parts of that array
+    out = softmax(scale y_q y_k^T) v        the launches of forward_programs.py, on parts of that array
 
 Backwards the launches of backward/ write dy and dv to the one array of gradients, and dy becomes dq and dk where it lies."""
 
@@ -13,7 +13,7 @@ from tiles.launch import kernel_for
 from tiles.program import Fill, Part, Plan, program
 from tiles.schema import Problem, Schema
 
-from . import forward, rotary
+from . import forward_programs, rotary
 from .backward import backward
 from .backward.norms import PART, Total
 from .gradient import ONCE
@@ -55,7 +55,7 @@ BACKWARD = Schema(
 
 
 class _Inner(Problem):
-    """The problem of forward or backward inside one of ours, of these operands."""
+    """The problem of forward or of backward as a part of one of ours, with these operands."""
 
     def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[Part]):
         self.operands, self.outer, self.parts = {n: x for n, x in operands.items() if x is not None}, outer, parts
@@ -66,12 +66,12 @@ class _Inner(Problem):
         return self.operands.get(name)
 
     def scratch(self, number: int, shape: tuple[int, ...], dtype: str) -> Operand:
-        """See Problem; parts come before it."""
+        """See Problem. The parts of arrays come before it."""
         return self.outer.scratch(len(self.parts) + number, shape, dtype)
 
 
 def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[Part]) -> Operand:
-    """Some heads of an array (batch, row, head, column)."""
+    """`count` heads of an array (batch, row, head, column), from number `first` on."""
     batch, rows, _, columns = whole.form.shape
     form = whole.form._replace(shape=(batch, rows, count, columns))
     parts.append(Part(whole.source, first * form.strides[2]))
@@ -79,7 +79,8 @@ def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list
 
 
 def _turning(problem: Problem) -> tuple[rotary.Rows, dict[str, Any], int]:
-    """(which rows are turned, what both kernels are told, tiles of rows). ValueError."""
+    """(the Rows that are rotated, the arguments of both kernels, the number of tiles of rows). ValueError: the arrays do not
+    fit each other."""
     batch, rows, heads, columns, kv_heads, pairs = problem("BSHDGR")
     if columns not in rotary.SERVED:
         raise problem.error("q", f"head_dim must be one of {rotary.SERVED}", "q")
@@ -104,7 +105,8 @@ def _turning(problem: Problem) -> tuple[rotary.Rows, dict[str, Any], int]:
 
 
 def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
-    """See tiles.program: where a gradient is to come, the kernels of the backward pass. In the usual order of sums."""
+    """See `meanwhile` of tiles.program: while the kernels of a call are compiled, compile those of its backward pass, with
+    sums in any order."""
     if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
         return
     names = FORWARD.names[:-3]
@@ -126,15 +128,15 @@ def projected(
     scale: float | None,
     family: str | None,
 ) -> Plan:
-    """out, lse and the turned rows."""
+    """The Plan for out, lse and the rotated rows."""
     parts: list[Part] = []
     of, told, tiles = _turning(problem)
     batch, heads, kv_heads = problem("BHG")
     q, k = (_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
     operands = {"q": q, "k": k} | {name: problem[name] for name in ("v", "sink", "out", "lse")}
-    inner = _Inner(problem, forward.VARIANTS, operands, parts)
+    inner = _Inner(problem, forward_programs.VARIANTS, operands, parts)
     ends = left, right
-    plan = forward._variant.planner(
+    plan = forward_programs._variant.planner(
         inner, causal, *ends, softcap, None, None, None, None, None, norm_eps, None, None, scale, True, family
     )
     if not tiles * batch:
@@ -158,8 +160,8 @@ def projected_backward(
     sunk: bool,
     family: str | None,
 ) -> Plan:
-    """dx: the gradients of q, k and v, one behind the other; and those of the norms' weights and of sinks. normed, sunk: are
-    there such?"""
+    """The Plan for dx, the gradients of q, k and v one behind the other, and for the gradients of norms and sinks. normed,
+    sunk: are there norms? sinks?"""
     parts: list[Part] = []
     of, told, tiles = _turning(problem)
     batch, heads, kv_heads, all_rows, columns = problem("BHGrD")

@@ -36,7 +36,7 @@ TRIED = 4  # queries and keys that a function is tried on
 
 @static
 class _Function:
-    """What a function is known by."""
+    """What a function in Python is known by: functions that are equal in code and contents are one."""
 
     function: Callable
 
@@ -48,7 +48,8 @@ REMEMBERED = 1 << 16  # such names: a backward pass asks for those of the step
 
 
 def named(option: str, function: Any) -> str | None:
-    """The name of a function; None stays None. TypeError that names the option."""
+    """The name by which a function is known, None for None. TypeError: it is no function that can be used, and the error names
+    the option."""
     if function is None:
         return None
     in_graph = compiling()
@@ -56,7 +57,7 @@ def named(option: str, function: Any) -> str | None:
 
 
 def _hashes() -> bool:
-    """Does Dynamo know the hash of a float that has become a symbol? Its text, torch before 2.13 knows."""
+    """Does Dynamo know the hash of a float that has become a symbol? (torch before 2.13 knows the hash of its text.)"""
     return tuple(int(part) for part in sys.modules["torch"].__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -64,8 +65,9 @@ _hashes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _held(option: str, function: Any) -> tuple[Any, ...]:
-    """What a function holds, as Dynamo reads this: it takes a function of the same code for the same, but guards what is
-    written out, hashed or an index here. So another number is another graph. TypeError: it holds what is no number or word."""
+    """What a function holds, in a form that Dynamo guards: it takes functions of the same code for equal, but guards what is
+    written out, hashed or used as an index here. So another number makes another graph. TypeError: the function holds
+    something that is neither a number nor a word."""
     if not inspect.isfunction(function):
         return ()
     defaults, named = function.__defaults__ or (), {}
@@ -87,7 +89,8 @@ def _held(option: str, function: Any) -> tuple[Any, ...]:
 
 
 def _named(option: str, function: Any, held: tuple[Any, ...], in_graph: bool) -> str:
-    """The same, of a function that holds this; Dynamo asks once, for a graph that asks for the function as long as it lives."""
+    """The name of a function that holds this. Dynamo asks once, for a graph, which then uses the function as long as it
+    lives."""
     if not inspect.isfunction(function):
         if hasattr(function, "shape"):
             instead = "a mask that is an array goes in aux: mask=lambda b, h, i, j, seen: seen[i, j], aux=(seen,)"
@@ -112,7 +115,7 @@ _named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.com
 
 
 def known(name: str | None) -> Callable | None:
-    """The function of that name; None stays None. ValueError: this process has not seen it."""
+    """The function with this name, None for None. ValueError: this process has not seen it."""
     if name is not None and name not in _KNOWN:
         raise ValueError(f"{name}: this process knows no function by that name: pass it to attention.forward once before")
     return None if name is None else _KNOWN[name]
@@ -127,7 +130,7 @@ def reads(function: Callable, nth: int) -> bool:
 
 
 def _around(function: Callable) -> dict[str, Any]:
-    """What a function names that is no argument and no builtin of Python."""
+    """The objects that a function uses from around it, without its arguments and Python's builtins."""
     code = function.__code__
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
     return {name: cell.cell_contents for name, cell in cells.items() if cell != CellType()} | {
@@ -136,7 +139,7 @@ def _around(function: Callable) -> dict[str, Any]:
 
 
 def _named_around(function: Callable) -> Iterator[tuple[str, Any]]:
-    """What the code of a function reads from around it, and of it: ("np", ..), ("np.where", ..), ("self.table", ..)."""
+    """What the code of a function reads from around it, as names: ("np", ..), ("np.where", ..), ("self.table", ..)."""
     space, said, at = _around(function), "", None
     for instruction in dis.get_instructions(function.__code__):
         if at is not None and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -150,9 +153,9 @@ def _named_around(function: Callable) -> Iterator[tuple[str, Any]]:
 
 
 def evaluated(option: str, function: Callable, aux: Sequence[Form]) -> None:
-    """Try a mask or score on a few places, with arrays of zeros like `aux`. TypeError that names the option: it cannot be
-    called like that, it reads an array that is not in aux or calls what kernels have not, a mask gives no truth values, a score
-    not a number for each query and key."""
+    """Call a mask or score for a few places, with arrays of zeros in place of aux. TypeError, which names the option: it
+    cannot be called like that; it reads an array that is not in aux, or calls something that kernels do not have; a mask does
+    not return truth values, or a score not a number for each query and key."""
     for said, value in _named_around(function):
         if isinstance(value, np.ndarray) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
             raise TypeError(f"{option}: reads the array {said} from around it: pass it in aux, and take it as an argument")

@@ -32,20 +32,21 @@ SERVED = (64, 128)  # columns: quarters are tiles, and a warp has registers for 
 
 @inlined
 def pair(gX, PART, batch, row, head, col):
-    """Of 16 rows of a head some columns of the first half, and of the second: all at once would take too many registers."""
+    """(some columns of the first half, the same of the second half) of 16 rows of a head. All columns at once would take too
+    many registers."""
     other = int32(2 * PART.cols + col)
     return load(gX, PART, (batch, row, head, col), 1, 3, True), load(gX, PART, (batch, row, head, other), 1, 3, True)
 
 
 @inlined
 def turning(gCos, gSin, PART, batch, row, col):
-    """(cos, sin) of some pairs of 16 rows."""
+    """(cos, sin) for some pairs of columns of 16 rows."""
     return load(gCos, PART, (batch, row, col), 1, 2, True), load(gSin, PART, (batch, row, col), 1, 2, True)
 
 
 @inlined
 def returned(gDX, gCos, gSin, PART, batch, row, head, col):
-    """(dn1, dn2) of some pairs of 16 rows of a head."""
+    """(dn1, dn2), the gradients before the rotation, for some pairs of columns of 16 rows of a head."""
     first, second = pair(gDX, PART, batch, row, head, col)
     cos, sin = turning(gCos, gSin, PART, batch, row, col)
     return first * cos + second * sin, second * cos - first * sin
@@ -53,20 +54,20 @@ def returned(gDX, gCos, gSin, PART, batch, row, head, col):
 
 @inlined
 def weights(gNorm, PART, col):
-    """A norm's weights of some pairs."""
+    """The weights of a norm for some pairs of columns."""
     other = int32(2 * PART.cols + col)
     return load(gNorm, PART.row_vec, (0, col), 0, 1, True), load(gNorm, PART.row_vec, (0, other), 0, 1, True)
 
 
 @inlined
 def per_deviation(squares, PART, eps):
-    """1 / sqrt(mean(x^2) + eps) of rows, by the sums of their squares."""
+    """1 / sqrt(mean(x^2) + eps) of rows, from the sums of their squares."""
     return rsqrt(squares / (4.0 * PART.cols) + eps)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is turned. normed: are there norms?"""
+    """What is rotated: rows of queries and keys. normed: are they normalised before?"""
 
     head_dim: int
     dtype: dtype
@@ -75,17 +76,17 @@ class Rows:
 
     @property
     def of(self) -> tuple[int, dtype, bool]:
-        """What it is made of."""
+        """The fields, by which the helpers of both kernels are made."""
         return self.head_dim, self.dtype, self.normed
 
     @property
     def at_once(self) -> int:
-        """Blocks of a multiprocessor, as far as registers are concerned."""
+        """Blocks that share a multiprocessor, by the registers that they take."""
         return 128 // self.head_dim
 
 
 class Turn(Rows):
-    """The kernel that gives y."""
+    """The kernel that computes y, the normalised and rotated rows."""
 
     def __str__(self):
         return f"{'normed, ' * self.normed}turned, D {self.head_dim} {self.dtype}"
@@ -129,14 +130,14 @@ class Turn(Rows):
 
 
 class Return(Rows):
-    """The kernel that gives dx in place of dy, and sums dweights."""
+    """The kernel that writes dx over dy, and sums dweights."""
 
     def __str__(self):
         return f"{'normed, ' * self.normed}turned back, D {self.head_dim} {self.dtype}"
 
     @property
     def steps(self) -> int:
-        """Tiles of rows of a warp."""
+        """The number of tiles of rows that a warp works on."""
         return STEPS if self.normed else 1
 
     @staticmethod
@@ -211,7 +212,7 @@ class Return(Rows):
 
 
 def space(arch: str, everything: bool) -> Iterator[Rows]:
-    """What rows are turned with: of any GPU alike."""
+    """The configurations, the same for all GPUs."""
     for of in (bf16, fp16) if everything else (bf16,):
         for kind, head_dim, normed in itertools.product((Turn, Return), SERVED, (False, True)):
             yield kind(head_dim, of, normed)

@@ -85,8 +85,9 @@ BACK: dict[str, Callable] = {  # of y = f(x, ..) with the derivative g by y: tho
 
 # ---- what follows ----------------------------------------------------------------------------------------------------
 class Read(NamedTuple):
-    """An element of the array-th array that a score reads. place(b, h, i, j, *aux) says which, counted from the first one in
-    the order of C; -1 where the index lies outside. by(s, b, h, i, j, *aux) is the score's derivative by it."""
+    """A place at which a score reads an element of an array of aux. array: which array. place(b, h, i, j, *aux): the number of
+    the element in C order, -1 if the index is outside. by(s, b, h, i, j, *aux): the score's derivative with respect to the
+    element."""
 
     array: int
     place: Callable
@@ -94,7 +95,8 @@ class Read(NamedTuple):
 
 
 class Derivatives(NamedTuple):
-    """Of a score. bent(s, b, h, i, j, *aux): (the score, its derivative by s). even: is that derivative 1?"""
+    """The derivatives of a score. bent(s, b, h, i, j, *aux): (the score, its derivative with respect to s). even: is that
+    derivative 1?"""
 
     bent: Callable
     even: bool
@@ -102,7 +104,8 @@ class Derivatives(NamedTuple):
 
 
 def derivatives(score: Callable, axes: Sequence[int]) -> Derivatives:
-    """Of a score that reads arrays of so many axes. TypeError: it does what has no derivative here."""
+    """The Derivatives of a score. axes: how many axes each array of aux has. TypeError: an operation of the score has no
+    derivative here."""
     try:
         found = traced(score, axes, scored=True)
         slopes = _back(found.term)
@@ -118,7 +121,7 @@ def derivatives(score: Callable, axes: Sequence[int]) -> Derivatives:
 
 
 def _place(array: Array, *index: Any) -> Term:
-    """Which element of an array an index says; -1 for none."""
+    """The number of the element that an index names, -1 if it is outside."""
     flat: Any = Term("mul", 0, array.shape[0])
     inside: Any = Term("le", 0, array.shape[0])
     for extent, at in zip(array.shape, index):
@@ -127,7 +130,7 @@ def _place(array: Array, *index: Any) -> Term:
 
 
 def _back(root: Any) -> dict[Term, Any]:
-    """The derivatives of a term by those that it was made of, and have any."""
+    """The derivatives of a term with respect to those that it was made of, where there are any."""
     slopes: dict[Term, Any] = {root: 1.0} if isinstance(root, Term) else {}
     for y in reversed(below(root)):
         if y in slopes and y.moves and y.does not in ("s", "element"):

@@ -109,7 +109,7 @@ class SlopedBy(Sloped):
         return {"per_slope": FLOAT}
 
     def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that its kernel is given, the unit of what it gives) where scores come in that unit."""
+        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
         return {"per_slope": 1 / unit}, unit
 
     @inlined
@@ -124,7 +124,7 @@ class SlopedBy(Sloped):
 
 @static
 class Biased(Variant):
-    """score + bias[b, h, i, j]. last: no function follows that wants the score itself."""
+    """score + bias[b, h, i, j]. last: does no function follow that needs the score itself?"""
 
     scored = measures = True
     loads = True
@@ -158,8 +158,8 @@ class Biased(Variant):
 
 @static
 class BiasedByKey(Biased):
-    """score + bias[b, h, j]: of a bias with one row for all queries, read once a column of a tile, not once a score. adjacent:
-    its numbers lie side by side."""
+    """score + bias[b, h, j], for a bias with one row for all queries. It is read once for each column of a tile, not once for
+    each score. adjacent: are its numbers contiguous?"""
 
     fetches = lean = folds = light = True
 
@@ -181,7 +181,7 @@ class BiasedByKey(Biased):
 
 @static
 class BiasedByTile(Biased):
-    """The same of tiles that TMA brings: given.bias is the consumer's part, in registers (bias_tiles.py)."""
+    """The same in tiles that TMA loads (bias_tiles.py): given.bias is the consumer's part, in registers."""
 
     loads, lean = False, True
 
@@ -203,7 +203,8 @@ class BiasedByTile(Biased):
 
 @static
 class Scored(Variant):
-    """function(score, b, h, i, j, *aux), in units of 1: of a tile of scores, a vector i of queries and one, j, of keys."""
+    """function(score, b, h, i, j, *aux), with scores in units of 1. It gets a tile of scores, a vector i of queries and a
+    vector j of keys."""
 
     scored = measures = True
     lean = folds = light = False
@@ -216,7 +217,7 @@ class Scored(Variant):
         return {"score_unit": FLOAT}
 
     def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that its kernel is given, the unit of what it gives) where scores come in that unit."""
+        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
         return {"score_unit": unit}, 1.0
 
     @inlined
@@ -227,7 +228,7 @@ class Scored(Variant):
 
 @static
 class ScoredIn(Scored):
-    """The same, of a function that takes scores times a factor, and gives them in a unit."""
+    """The same for a function that takes the scores times a factor, and returns them in a unit of its own."""
 
     unit: float
     factor: float
@@ -238,10 +239,10 @@ class ScoredIn(Scored):
 
 @static
 class ScoredBack(Scored):
-    """The same where its derivative is needed. both: (score, derivative by s), of the same arguments. even: is that 1?
-
-    A weight of 0 must leave a finite derivative, whatever the function makes of scores that nobody sees: it is cut off where 16
-    bits end, and of a query that there is not the score is -inf."""
+    """The same where the derivative is needed as well. both: a function (score, derivative with respect to s) of the same
+    arguments. even: is the derivative 1? A weight of 0 must leave a finite derivative, whatever the function yields for scores
+    that nobody sees. So the derivative is clamped to the range of 16 bits, and the scores of queries that do not exist are
+    -inf."""
 
     both: Callable
     even: bool
@@ -267,7 +268,7 @@ class ScoredBack(Scored):
 
 
 class Sunk(Variant):
-    """exp(sink), a number a head, joins the sum of weights: a key without a value."""
+    """exp(sink), a number for each head, is added to the sum of weights: like a key without a value."""
 
     measures = True
 
@@ -278,7 +279,7 @@ class Sunk(Variant):
 
     @inlined
     def lowest(self, at):
-        """See Variant: no lower than the sink, whose weight is then never above 1."""
+        """See Variant: the maximum is not below the sink, whose weight is therefore never above 1."""
         return maximum(LOWEST, at.given.sinks[at.head] * at.given.per_sink)
 
     @inlined

@@ -17,7 +17,7 @@ FEWER = 2  # times as many keys as queries at least, so that the bits of self-at
 
 
 def serves(problem: Problem, family: str | None) -> bool:
-    """Is a call, which asks for no family, one of these?"""
+    """Is this one of the calls that decode's kernels serve? A call that asks for a family never is."""
     batch, queries, heads, kv_heads, keys = problem("BSHGT")
     if family is not None or keys < LEAST or keys < FEWER * queries or 0 in problem("BSH"):
         return False
@@ -29,7 +29,7 @@ def serves(problem: Problem, family: str | None) -> bool:
 
 
 def planned(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
-    """How decode does such a call: all keys are in use."""
+    """The Plan of such a call, by decode's kernels. All keys are in use."""
     (keys,) = problem("T")
     asked = Asked(causal, None, None, None, scale_of(problem, scale), None, None, [])
     before, norms = Before([], [], problem["q"], {"keys": keys}), Norms([], [], AS_THEY_ARE, {}, {})

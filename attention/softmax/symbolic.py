@@ -68,7 +68,7 @@ for _name in SIGNS:
 
 
 class Array(Term):
-    """An array of so many axes that the function reads."""
+    """An array of aux in a function that is traced; it has so many axes."""
 
     def __init__(self, name: str, axes: int):
         super().__init__(name)
@@ -87,19 +87,20 @@ class Array(Term):
 
 
 class Traced(NamedTuple):
-    """What a function gives, made of its arguments, which have these names."""
+    """A function as terms of its arguments."""
 
     term: Any
     arguments: tuple[Term, ...]
 
     @property
     def names(self) -> list[str]:
-        """Of its arguments."""
+        """The names of its arguments."""
         return [x.does for x in self.arguments]
 
 
 def traced(function: Callable, axes: Sequence[int], scored: bool) -> Traced:
-    """What a mask does, or a score, that reads arrays of so many axes. TypeError: it does what terms cannot note."""
+    """A mask or a score as terms. axes: how many axes each array of aux has. scored: is it a score? TypeError: it does
+    something that terms cannot express."""
     arguments = (*map(Term, ("s", *PLACES) if scored else PLACES), *(Array(f"aux{n}", rank) for n, rank in enumerate(axes)))
     try:
         return Traced(function(*arguments), arguments)
@@ -108,7 +109,7 @@ def traced(function: Callable, axes: Sequence[int], scored: bool) -> Traced:
 
 
 def below(*roots: Any) -> list[Term]:
-    """These and all that they are made of, in the order in which they were made."""
+    """All terms that these are made of, themselves included, in the order in which they were made."""
     found: dict[int, Term] = {}
     todo = [x for x in roots if isinstance(x, Term)]
     while todo:
@@ -120,7 +121,7 @@ def below(*roots: Any) -> list[Term]:
 
 
 def written(names: Sequence[str], result: Any) -> Callable:
-    """A function of arguments of these names that gives a term, or a tuple of terms."""
+    """A function of kernel code, with arguments of these names, that returns a term or a tuple of terms."""
     results = result if isinstance(result, tuple) else (result,)
     space: dict[str, Any] = {"__name__": __name__}
     said: dict[Any, str] = {}  # by term

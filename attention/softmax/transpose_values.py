@@ -17,7 +17,7 @@ KEYS = 128  # of a block; what is made has a multiple of them
 
 @dataclass(frozen=True)
 class Config:
-    """How many columns V has, as padded."""
+    """The configuration of the kernel that transposes V. columns: how many V has, padded."""
 
     columns: int
     threads = warpgroup.THREADS
@@ -27,7 +27,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """Where the kernels that want it run."""
+    """The configurations, on architectures whose kernels need this."""
     if arch == "sm_90a":
         yield from map(Config, (64, 128, 256))
 
@@ -40,7 +40,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def turn(gV: tiled(V, unit=1), gTurned: tiled(TURNED, 4, 2, 3), blocks: INT, heads: INT):
-        """128 keys of a head a block, of which a head has `blocks`."""
+        """Transpose 128 keys of a head. Each head has `blocks` thread blocks."""
         v, turned = smem.open()
         pair, block = divmod(int32(cuda.blockIdx.x), blocks)
         batch, head = divmod(pair, heads)

@@ -12,27 +12,28 @@ ROWS = warpgroup.ROWS  # of a consumer
 
 @static
 class InRegisters:
-    """In registers, rounded to the values' dtype."""
+    """The weights of a consumer stay in registers, rounded to the values' dtype."""
 
     dtype: dtype
 
     def memory(self, rows: int, keys: int) -> dict[str, st]:
-        """What they take of shared memory, for tiles of so many rows and keys: the items of a plan behind q, k and v."""
+        """The items that the weights add to the plan of shared memory, behind q, k and v: none."""
         return {}
 
     @inlined
     def opened(self, items: Any) -> Any:
-        """The items of a plan, as `brought` opens them, and the room for weights last."""
+        """The items of an opened plan, with the room for weights last."""
         return items + (0,)
 
     @inlined
     def handed(self, p, room, consumer):
-        """A consumer's weights, as the product takes them: not before the last product is over, which may still read."""
+        """The weights of a consumer, as the product takes them. It must be called after the product before has ended, which
+        may still read them."""
         return self.dtype(p)
 
 
 class InShared(InRegisters):
-    """The same in shared memory."""
+    """The weights of a consumer go to shared memory, rounded to the values' dtype, from where the product takes them."""
 
     def memory(self, rows: int, keys: int) -> dict[str, st]:
         return {"weights": st(rows, keys, self.dtype)}

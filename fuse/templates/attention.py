@@ -32,8 +32,8 @@ ON_THE_HOST = "input", "number", "add", "sub", "mul", "div", "neg"  # what numbe
 
 
 class Side(NamedTuple):
-    """Queries or keys. array: as they lie in memory. numbers: that they are multiplied by, ("mul" or "div", term). weights,
-    eps: of their norm; None where there is none."""
+    """The queries or the keys. array: as they lie in memory. numbers: the factors and divisors of theirs that are numbers,
+    ("mul" or "div", term). weights, eps: of their norm, None if they are not normalised."""
 
     array: Term
     numbers: list[tuple[str, Term]]
@@ -42,7 +42,7 @@ class Side(NamedTuple):
 
     @property
     def normed(self) -> bool:
-        """Is there a norm?"""
+        """Are they normalised?"""
         return self.weights is not None
 
 
@@ -59,7 +59,7 @@ class Attention:
 
     @classmethod
     def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it; its heads may be merged: (rows, all heads' columns)."""
+        """The kernel that computes a term, if it is attention; its heads may be merged, (rows, the columns of all heads)."""
         whole, root = root, root.of[0] if root.operation == "merged" else root
         scores = softmax_of(root.of[0]) if root.operation == "matmul" else None
         if scores is None:
@@ -81,43 +81,43 @@ class Attention:
 
     @property
     def leaves(self) -> list[Term]:
-        """What it reads."""
+        """The arrays and numbers that it reads."""
         numbers = [y for x in (self.scale, self.eps) if x is not None for y in _numbers(x)]
         arrays = [self.q.array, self.k.array, self.v, self.q.weights, self.k.weights]
         return list(dict.fromkeys([*(x for x in arrays if x is not None), *numbers]))
 
     @property
     def root(self) -> Term:
-        """Its only root."""
+        """The term that it computes."""
         return self.roots[0]
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """The axes that may not have any extents; few heads are enough to see that they are not mixed."""
+        """The extents with which it is tried in a proof. Two heads are enough to see that heads are not mixed up."""
         q, v = self.q.array.names, self.v.names
         axes = [*((axis, 2) for axis in q[:-2]), (q[-1], 3 * COLUMNS), (v[-1], 5 * COLUMNS)]
         return {axis.root: n for axis, n in axes if axis is not None}
 
     @property
     def few(self) -> bool:
-        """Are there few queries, for which keys are read, and normalised, once?"""
+        """Are there so few queries that decode serves, which reads and normalises the keys once?"""
         *heads, _, _ = self.k.array.extents
         rows, wide = math.prod(self.q.array.extents[:-1]), max(x.extents[-1] for x in (self.q.array, self.v)) > WIDE
         return self.k.normed and rows <= FEW[wide] * math.prod(heads)
 
     @property
     def bytes(self) -> float:
-        """Read and written once."""
+        """Bytes read from memory and written to it."""
         return float(sum(x.nbytes for x in (*self.leaves, self.root)))
 
     @property
     def scores(self) -> float:
-        """How many there are."""
+        """The number of scores that are computed."""
         return math.prod(self.q.array.extents[:-1]) * self.k.array.extents[-2] / (2 if self.causal else 1)
 
     @property
     def operations(self) -> float:
-        """Of the tensor cores."""
+        """Operations of the tensor cores."""
         return 2 * self.scores * (self.q.array.extents[-1] + self.v.extents[-1])
 
     @property
@@ -165,7 +165,7 @@ class Attention:
 
 
 def side(x: Term) -> Side:
-    """What queries or keys are made of."""
+    """The Side that a term is: an array, its norm, either times numbers."""
     parts = factors(x)
     numbers = [one for one in parts if not one[1].names]
     arrays = [one for how, one in parts if how == "mul" and one.ndim > 1 and along(one)]
@@ -181,7 +181,7 @@ def side(x: Term) -> Side:
 
 
 def _eps_of(x: Term, how: str, scale: Term) -> Term | None:
-    """What is added to the mean of squares of x, if it is scaled by 1 / the root of that."""
+    """The number eps, if `scale` is 1 / sqrt(mean(x * x) + eps); otherwise None."""
     if (how, scale.operation) not in (("mul", "rsqrt"), ("div", "sqrt")) or scale.of[0].operation != "add":
         return None
     for mean, eps in (scale.of[0].of, scale.of[0].of[::-1]):
@@ -194,17 +194,17 @@ def _eps_of(x: Term, how: str, scale: Term) -> Term | None:
 
 
 def on_the_host(x: Term) -> bool:
-    """Is it a number that Python computes?"""
+    """Is the term a number that Python can compute before the launch?"""
     return not x.names and x.operation in ON_THE_HOST and all(map(on_the_host, x.of))
 
 
 def _numbers(x: Term) -> list[Term]:
-    """The arguments in it."""
+    """The arguments that a number is computed from."""
     return [x] if x.operation == "input" else [found for y in x.of for found in _numbers(y)]
 
 
 def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
-    """Are these arrays that attention.forward and attention.decode take?"""
+    """Do attention.forward and attention.decode take arrays of these shapes and dtypes?"""
     if not root.ndim == q.ndim == k.ndim == v.ndim <= AXES + 1 or k.extents[:-2] != v.extents[:-2]:
         return False
     columns = all(x.extents[-1] % COLUMNS == 0 and x.extents[-1] <= MOST_COLUMNS for x in (q, v))
@@ -216,7 +216,7 @@ def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
 
 
 def _with_heads(x: Term, parameters: Mapping[Term, str]) -> str:
-    """The array with a batch and heads, if it lacks some of them."""
+    """The expression of an array with the axes for batch and heads that it lacks."""
     if x.operation == "heads":
         base, heads = (parameters[y] for y in x.of)
         return f"{base}.reshape(1, {base}.shape[0], {heads}.shape[0], -1).swapaxes(1, 2)"

@@ -25,7 +25,7 @@ QUERIES, LEAST, AXES = 128, 512, 3  # of a block; the fewest keys of a part that
 
 
 class AttentionOfParts(Attention):
-    """A term that it computes: see the module. parts: how many of the keys there are."""
+    """Attention computed on `parts` equal parts of the keys, whose results a kernel joins: see the module."""
 
     launched, early = True, True
     held: Term  # what is found in each part
@@ -33,7 +33,8 @@ class AttentionOfParts(Attention):
 
     @classmethod
     def of_parts(cls, root: Term, processors: int) -> Iterator[Self]:
-        """Those that compute it, where blocks are few and keys are many, in parts of one length."""
+        """The kernel that computes a term, if it is attention with too few blocks for all multiprocessors, and with enough
+        keys to cut them into equal parts."""
         for one in cls.serving(root):
             heads, queries, _ = one.q.array.extents if one.q.array.ndim == AXES else (processors, 1, 1)
             parts, keys = processors // (heads * -(-queries // QUERIES)), one.k.array.extents[-2]
@@ -47,7 +48,8 @@ class AttentionOfParts(Attention):
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """See Attention. Keys must be a multiple of their parts, and the kernel's tile has all columns of v."""
+        """See Attention. The number of keys must be a multiple of the parts, and the kernel that joins them has all columns of
+        v in a tile."""
         keys, columns = self.k.array.names[-2], self.v.names[-1]
         known = (keys, 5 * self.held.what), (columns, self.v.extents[-1])
         return super().fixed | {axis.root: n for axis, n in known if axis is not None}

@@ -18,9 +18,8 @@ COLUMNS, WARPS = 32, 8
 
 
 class ColumnSums:
-    """The totals that one such kernel computes.
-
-    roots: of shape (1, c). leaves: what was gathered of each."""
+    """The kernel that adds up what each block of a row map gathered. roots: the totals, of shape (1, c). leaves: what was
+    gathered for each."""
 
     label, operations, most_rows, launched, early = "totals", 0.0, 2**31 - 1, True, True
 
@@ -31,7 +30,7 @@ class ColumnSums:
 
     @property
     def bytes(self) -> float:
-        """Read and written."""
+        """Bytes read from memory and written to it."""
         return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
 
     @property

@@ -18,9 +18,9 @@ from .row_map import KNOWN, RowMap
 
 
 class DeepRows:
-    """The terms that one such kernel computes.
+    """A kernel that computes terms of three axes or more as a row map of matrices.
 
-    roots: of any rank above 2. inner: the row map of the matrices. words: what the maps' terms are there, by those outside."""
+    roots: the terms. inner: the row map. words: {term: the same term of matrices}."""
 
     label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, True
 
@@ -29,7 +29,8 @@ class DeepRows:
 
     @classmethod
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term], clusters: bool = False) -> DeepRows | None:
-        """The kernel that computes these of those, if there is one. clusters: has the card any?"""
+        """The kernel that computes these terms from these leaves, None if they are no such terms. clusters: does the card have
+        thread block clusters?"""
         lead = [name and name.root for name in roots[0].names[:-1]]
         if len(lead) < 2:
             return None
@@ -49,23 +50,23 @@ class DeepRows:
 
     @property
     def leaves(self) -> list[Term]:
-        """What it reads."""
+        """The arrays that it reads."""
         return list(self.inner.leaves)
 
     @property
     def ahead(self) -> list[Term]:
-        """See RowMap: vectors are what they are."""
+        """See RowMap. Vectors are the same in the row map as outside."""
         return self.inner.ahead
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """See RowMap. Few of what leads the last rows are enough to see that they are not mixed."""
+        """See RowMap. Extents of 2 or 3 of the leading axes are enough to see that they are not mixed up."""
         lead = {axis.root: 2 + n for n, axis in enumerate(self.roots[0].names[:-2]) if axis is not None}
         return lead | self.inner.fixed
 
     @property
     def bytes(self) -> float:
-        """Read and written."""
+        """Bytes read from memory and written to it."""
         return self.inner.bytes
 
     @property

@@ -22,13 +22,13 @@ MOST_COLUMNS = 32
 
 
 class FewColumns(ManyRows):
-    """See the module."""
+    """The kernel for products of many rows and few columns: see the module."""
 
     label = "few_columns"
 
     @classmethod
     def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
-        """See ManyRows."""
+        """The kernels that compute a term, on a card with so many multiprocessors, if it has more rows than `few`."""
         if root.ndim == 2 and root.extents[1] <= MOST_COLUMNS and root.extents[0] > few:
             yield from (one for one in super().serving(root, processors, few) if len(one.products) == 1 and not one.extension)
 

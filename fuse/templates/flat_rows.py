@@ -7,11 +7,12 @@ from __future__ import annotations
 from ..graph import along, is_tile
 from ..module import array, one_number
 from ..terms import Term
-from .row_map_text import FOLD, FOLLOW, Folded
+from .folded_rows import FOLD, Folded
+from .row_map_text import FOLLOW
 
 
 class Flat(Folded):
-    """Maps alone: a warp has so many elements of a row, and nobody waits for others."""
+    """Maps without reductions: a warp works on a piece of a row, and no warp waits for another."""
 
     part, warps = 32, 8
     columns, says = FOLD * part, "are taken in pieces of 512, element by element"
@@ -40,7 +41,7 @@ class Flat(Folded):
         text.arguments = [*shaped, ("rows", "rows"), ("pieces", "pieces"), *given]
 
     def load(self, x: Term) -> str:
-        """The line that reads a leaf; of one number for each row, that of the warp's row."""
+        """The line that reads a leaf. If it is one number for each row, that of the warp's row."""
         if not x.names[0]:
             return super().load(x)
         return f"{self.parameters[x]} = {one_number(array(self.parameters[x]), 'row, 0', x.held_as(''))}"

@@ -7,14 +7,16 @@ from __future__ import annotations
 from ..graph import along
 from ..module import array
 from ..terms import Term
-from .row_map_text import FOLD, Folded
+from .folded_rows import FOLD, Folded
 
 
 class Gathered(Folded):
-    """Rows one after the other, and sums over all rows of a block, which stay in registers until they are written, or in shared
-    memory where the map takes all registers. They lie there as they came, unordered, and so they are read again
-    (column_sums.py). Vectors are read for each row, from L1: no registers are left for them, nor for a row ahead. warps: of a
-    multiprocessor. most: levels of reductions, and results, beside which sums have registers."""
+    """Rows one after the other, and sums over all rows that a block works on. The sums stay in registers until they are
+    written, or in shared memory if the map takes all registers. They are written in the order in which their columns were
+    read, unordered, and column_sums.py reads them in that order. Vectors are read anew for each row, from L1, because no
+    registers are left for them, nor for a row ahead.
+
+    warps: of a multiprocessor. most: how many levels of reductions and results there may be beside sums in registers."""
 
     part, warps, most = 32, 16, 5
     columns, says = FOLD * part, "are tiles of lines, several of a block, which adds up their sums over rows"
@@ -22,7 +24,7 @@ class Gathered(Folded):
 
     @property
     def apart(self) -> bool:
-        """Do sums lie in shared memory?"""
+        """Do the sums lie in shared memory?"""
         return len(self.levels()) + len(self.kernel.roots) > self.most
 
     def extents(self) -> list[str]:
@@ -38,7 +40,7 @@ class Gathered(Folded):
         return f"{self.parameters[x]}.shape[0], " if x in self.kernel.sums else super().lead(x)
 
     def held(self, x: Term) -> str:
-        """What was added up so far, as a tile in registers."""
+        """The expression of a sum so far, as a tile in registers."""
         return f"load({self.parameters[x]}, SUMS)" if self.apart else self.parameters[x]
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:

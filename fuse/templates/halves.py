@@ -24,8 +24,9 @@ from ..graph import along, between
 from ..module import Text, array, unused
 from ..terms import Term
 from ..writing import Writer
+from .folded_rows import resident
 from .row_map import SIXTEEN
-from .row_map_text import FOLLOW, resident
+from .row_map_text import FOLLOW
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,11 +42,11 @@ PLACES = {"batch": "batches", "head": "heads"}  # what the leading axes are call
 
 
 class Halves:
-    """A term that is one such kernel: see the module.
+    """A kernel that computes a map of halves of rows: see the module.
 
-    root: of any rank. parts: what is stored in its halves, or what is stored in it whole. read: halves of arrays, and arrays
-    that are read whole. sums: of rows, and what is summed of each half. axis: of the root, that rows lie along.
-    held: the dtype of results that are no casts. wgmma: see Card."""
+    root: the term, with two axes or more. parts: the terms that are stored in the root's two halves, or the one that is stored
+    in it whole. read: the halves of arrays, and the whole arrays, that are read. sums: {sum of a row: what is summed, of each
+    half}. axis: the root's axis that counts rows. held: the dtype of results that are no casts. wgmma: see Card."""
 
     label, operations, most_rows, launched, early = "halves", 0.0, 2**31 - 1, True, True
     ahead: Sequence[Term] = ()
@@ -56,7 +57,7 @@ class Halves:
 
     @classmethod
     def serving(cls, root: Term, wgmma: bool) -> Iterator[Self]:
-        """Those that compute it. wgmma: see Card."""
+        """The kernels that compute a term. wgmma: see Card."""
         parts = root.of if root.operation == "concat" else (root,)
         if root.operation in MAPS and any(x.operation == "concat" for x in between([root], _not_maps(root), True)):
             parts = _half(root, 0), _half(root, 1)  # of what stands side by side, and what has as many columns
@@ -66,7 +67,7 @@ class Halves:
 
     @classmethod
     def _of(cls, root: Term, parts: tuple[Term, ...], wgmma: bool) -> Iterator[Self]:
-        """That which stores these parts, if it can."""
+        """The kernel that stores these parts, if there can be one."""
         read, sums = _read(parts)
         summed = [x for some in sums.values() for x in some]
         inside = between([*parts, *summed], [*read, *sums])
@@ -87,7 +88,7 @@ class Halves:
 
     @property
     def root(self) -> Term:
-        """Its only root."""
+        """The term that it computes."""
         return self.roots[0]
 
     @property
@@ -97,55 +98,58 @@ class Halves:
 
     @property
     def inside(self) -> list[Term]:
-        """What is computed."""
+        """The terms that the kernel computes."""
         summed = [x for some in self.sums.values() for x in some]
         return between([*self.parts, *summed], [*self.read, *self.sums])
 
     @property
     def width(self) -> int:
-        """Of a half."""
+        """The columns of a half."""
         return self.parts[0].extents[-1]
 
     @property
     def columns(self) -> int:
-        """Of a warp's tile."""
+        """The columns of a warp's tile."""
         much = len(self.read) >= MUCH and self.width >= COLUMNS[-1]
         return next((n for n in COLUMNS if n >= self.width), COLUMNS[-1]) if self.sums or much else COLUMNS[0]
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor: as many as there are registers for, where maps alone are done."""
+        """Blocks that share a multiprocessor: as many as there are registers for; 1 if there are sums."""
         tiles, held = sum(x.ndim > 0 for x in self.read), ROWS * self.columns // 32
         lane = WORKED + MORE * (not self.wgmma or not self.unordered) + tiles * (held // 2 if self.unordered else held)
         return 1 if self.sums else max(1, min(MOST_BLOCKS, resident(lane) // WARPS))
 
     @property
     def looped(self) -> bool:
-        """Does a warp go along the columns, once for each sum and once more for the result? They come from L1 then."""
+        """Does a warp walk along the columns, once for each sum and once more for the result? After the first time they come
+        from L1."""
         return bool(self.sums) and self.width > self.columns
 
     @property
     def lead(self) -> dict[int, str]:
-        """The axes of the root that lead its rows and columns, and what the kernel calls them."""
+        """The axes of the root ahead of its rows and columns, and what the kernel calls them."""
         lead = [n for n in range(-self.root.ndim, -1) if n != self.axis]
         return {n: name for n, name in zip(lead, [*PLACES][-len(lead) :]) if self.root.names[n] is not None}
 
     @property
     def unordered(self) -> bool:
-        """May columns come as they lie, by 16 bytes a lane? Where all that is read and written has 16 bits."""
+        """May columns be read in the order in which they lie, 16 bytes a lane? They may if all that is read and written has 16
+        bits."""
         held = {_array(x).held_as(self.held) for x in self.read if x.ndim} | {self.root.held_as(self.held)}
         return held <= {*SIXTEEN}
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """Few of what leads the rows are enough to see that they are not mixed; a half that is one tile must be no more."""
+        """The extents that a proof must use. 2 or 3 of each leading axis are enough to see that they are not mixed up; a half
+        that is one tile must be no wider."""
         lead = {axis.root: 2 + n for n, axis in enumerate(self.root.names[at] for at in self.lead) if axis is not None}
         half = self.parts[0].names[-1]
         return lead | ({half.root: self.width} if half is not None and self.width <= self.columns else {})
 
     @property
     def bytes(self) -> float:
-        """Read and written."""
+        """Bytes read from memory and written to it."""
         return float(sum(x.nbytes for x in (*self.leaves, self.root)))
 
     @property
@@ -179,7 +183,7 @@ class Halves:
         loads = {names[x]: f"{names[x]} = {self.load(x, array(parameters[_array(x)]), at)}" for x in self.read if x.ndim}
 
         def passed(lines: list[str]) -> list[str]:
-            """With what they read; where a half is in several tiles, for each of them."""
+            """The lines, with those that read what they need; in a loop over the tiles if a half has several."""
             read = [load for its, load in loads.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
             loop = ["for col in range(0, width, TILE.cols):"] * self.looped
             return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
@@ -212,8 +216,9 @@ class Halves:
         return text
 
     def place(self, text: Text, y: str) -> list[str]:
-        """The lines that say where a warp's tile is: counted by bands of rows, leading axes, and pieces of the columns. The
-        text gets what the launch counts for that: how many there are of each but bands, and of warps."""
+        """The lines that compute where a warp's tile is. Warps are counted by bands of rows, then by leading axes, then by
+        pieces of the columns. `text` gets the counts that the launch must compute for this: of all of these but bands, and of
+        warps."""
         extents = [f"{y}.shape[{n}]" for n in range(self.root.ndim)]
         inner = {name: (PLACES[name], extents[n]) for n, name in self.lead.items()}
         if self.width > self.columns and not self.looped:
@@ -229,7 +234,8 @@ class Halves:
         return [*lines, f"row, col = {row}, TILE.cols * piece" if "piece" in inner else f"row = {row}"]
 
     def lengths(self, writer: Writer, extent: str) -> list[str]:
-        """The lines that say how many columns a half and the whole have, if somebody asks. extent: of a half."""
+        """The lines that compute how many columns a half and a row have, if something asks for it. extent: the expression of a
+        half's."""
         half = self.parts[0].names[-1]
         for x in self.inside:
             if x.operation == "length":
@@ -246,8 +252,8 @@ class Halves:
         return f"load{'_unordered' * self.unordered}({name}, TILE{'' if of_rows else '.row_vec'}, {place}{rows * of_rows})"
 
     def where(self, x: Term, at: dict[int, str], half: int | None) -> tuple[str, str]:
-        """Where a tile of an array is, of a half of its columns or of all; and which of its axes has its rows, unless it is the
-        last but one."""
+        """(the coordinates of a tile of an array, of one half of its columns or of all; the keyword argument that says which
+        of its axes counts the rows, "" if it is the last but one)"""
         places = [at[n] if x.names[n] is not None else "0" for n in range(-x.ndim, -1)]
         places += [] if half is None else [str(half)]
         rows, col = x.ndim + self.axis, "col" if self.width > self.columns else "0"
@@ -255,7 +261,8 @@ class Halves:
 
 
 def _half(x: Term, which: int) -> Term:
-    """Half of the columns, of a map as a map of halves, of two parts side by side the one or the other."""
+    """One half of the columns of a term, written with halves of its operands where the term is a map, and as one of the two
+    parts where these stand side by side."""
     if not along(x):
         return x
     if x.operation == "concat" and len(x.of) == 2 and x.of[0].extents == x.of[1].extents:
@@ -264,12 +271,12 @@ def _half(x: Term, which: int) -> Term:
 
 
 def _not_maps(root: Term) -> list[Term]:
-    """What a map is made of that is none."""
+    """The terms that a map is made of and that are no maps."""
     return [x for x in graph.walk(root) if x.operation not in MAPS]
 
 
 def _maps(root: Term) -> set[Term]:
-    """The maps and halves that lead to a term."""
+    """The maps and halves from the root down."""
     found, stack = set[Term](), [root]
     while stack:
         x = stack.pop()
@@ -280,12 +287,12 @@ def _maps(root: Term) -> set[Term]:
 
 
 def _halved(root: Term) -> bool:
-    """Is it a map of halves?"""
+    """Is the term a map of halves?"""
     return any(x.operation == "half" for x in _maps(root))
 
 
 def _of_halves(root: Term) -> Term:
-    """With halves of nothing but arrays."""
+    """The same term, with halves taken of arrays only and not of maps."""
     maps, made = _maps(root), dict[Term, Term]()
     for x in graph.walk(root):
         of = [made.get(y, y) for y in x.of]
@@ -294,8 +301,8 @@ def _of_halves(root: Term) -> Term:
 
 
 def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
-    """What the parts are made of, down to arrays, numbers and halves of arrays; and sums of rows, each after those that it
-    needs, with what is summed."""
+    """(what the parts read: arrays, numbers and halves of arrays; {sum of a row: what is summed}, each after the sums that it
+    needs)"""
     columns, found, sums = parts[0].names[-1], dict[Term, None](), Sums()
     stack, seen = [*parts][::-1], set[Term]()
     while stack:
@@ -317,10 +324,10 @@ def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
 
 
 def _array(x: Term) -> Term:
-    """What must be in memory where this is read."""
+    """The array that must be in memory for this to be read."""
     return x.of[0] if x.operation == "half" else x
 
 
 def _cut(x: Term, name: str) -> str:
-    """With an axis for the halves of its columns."""
+    """The expression of an array with an axis for the halves of its columns."""
     return f"{name}.reshape(*{name}.shape[:-1], 2, -1)"

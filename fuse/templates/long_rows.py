@@ -10,28 +10,30 @@ from __future__ import annotations
 from ..graph import along, between, is_index, is_tile
 from ..module import array, one_number
 from ..terms import Term, viewed
-from .row_map_text import FOLLOW, LEAST, NOTHING, Looped
+from .row_map_text import FOLLOW, NOTHING
+from .sixteen_rows import LEAST, Looped
 
 
 class Long(Looped):
-    """A row of a block, read again and again, in tiles of `rows` lines. lines: of how many columns, where these are whole."""
+    """One row for each block, read again for each level of reductions, in tiles of `rows` lines. lines: how many columns a
+    line may have; a row must be whole lines."""
 
     rows, lines, part = 16, (64, 32), 32
     says = "are a block's only one each, read {} times, once from memory and then from L2"
 
     @classmethod
     def line(cls, width: int) -> int:
-        """Columns of a line."""
+        """The columns of a line."""
         return next(n for n in cls.lines if not width % n)
 
     @classmethod
     def most(cls, writes: bool) -> int:
-        """Warps of a block, if there are columns for them. writes: is one tile read, and one written?"""
+        """The most warps of a block. writes: is one tile read, and one written?"""
         return 16 if writes else 8
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]
-        """May columns come as they are read? Not where somebody asks for their numbers."""
+        """May columns be read in the order in which they lie? Not if something asks for a column's number."""
         return self.kernel.alike and not self.places
 
     def begin(self) -> None:
@@ -73,11 +75,11 @@ class Long(Looped):
         text.arguments = [*shaped, *others, *columns]
 
     def there(self, x: Term) -> str:
-        """What a leaf is called at the column that is picked."""
+        """The name of a leaf's element in the column that is picked."""
         return f"{self.parameters[x]}_there"
 
     def reduce_in_a_loop(self, wanted: list[Term]) -> None:
-        """The same. An element that is picked needs no loop."""
+        """See Looped. An element that is picked needs no loop."""
         for x in wanted:
             if x in self.picks:
                 self.pick(x)
@@ -90,7 +92,7 @@ class Long(Looped):
         super().reduce_as_softmax(greatest, total, [x for x in rest if x not in self.picks])
 
     def pick(self, x: Term) -> None:
-        """The lines that compute the element that an index picks, 0 where there is none."""
+        """Write the lines that compute the element that an index picks, 0 if there is none."""
         index, inner = self.writer.expression(x.of[0].of[0].of[0]), x.of[0].of[1]
         needed = [y for y in between([inner], [*self.kernel.leaves, *self.writer.names], with_leaves=True) if along(y)]
         before, lines = dict(self.writer.names), list[str]()
@@ -104,12 +106,12 @@ class Long(Looped):
         self.text.kernel += [*lines, f"    {name} = float32({written})"]
 
     def width(self, needed: bool) -> None:
-        """The line that says how many lines there are."""
+        """Write the line that reads how many lines a row has."""
         wide = next(x for x in self.kernel.leaves if is_tile(x))
         self.text.kernel.append(f"lines = {array(self.parameters[wide])}.shape[1]")
 
     def nothing(self, kind: str) -> str:
-        """What a reduction begins with, a number and not a vector."""
+        """The number that a reduction begins with."""
         return f"float32({LEAST if kind == LEAST else NOTHING[kind][1]})"
 
     def folded(self, x: Term, fold: str = "tile") -> str:
@@ -132,7 +134,8 @@ class Long(Looped):
         return super().stores(at, "store_unordered" if self.unordered else "store")
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """The lines that store a result. One number a row goes into 16 bits as a vector, of which the row takes the first."""
+        """The lines that store a result. A result with one number for each row and 16 bits is stored as a vector of which one
+        element counts."""
         if is_tile(x):
             return super().store(x, written, at, store)
         if x.held_as(self.kernel.held) == "float32":
@@ -145,7 +148,7 @@ class Long(Looped):
         self.text.kernel += [f"for line in range(first, lines, {step}):", *(f"    {one}" for one in body)]
 
     def together(self, kind: str, x: str) -> str:
-        """A reduction of what a block's warps have found, and of what all blocks of a row have."""
+        """The expression that joins what the warps of a block have found, and the blocks of a row."""
         found = super().together(kind, x)
         return f"{kind}_over_cluster({found}, parts, BLOCKS)" if self.blocks > 1 else found
 
@@ -159,7 +162,7 @@ class Long(Looped):
 
 
 def _is_pick(x: Term) -> bool:
-    """Is it the sum of one element of a row, that at a column?"""
+    """Is the term the sum of a row in which all elements but the one in a certain column are 0?"""
     if x.operation != "sum" or x.of[0].operation != "where" or x.of[0].of[0].operation != "is_column":
         return False
     return x.of[0].of[2].operation == "number" and x.of[0].of[2].what == 0

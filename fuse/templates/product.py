@@ -12,23 +12,24 @@
 All of them may be of a batch, an axis before rows and columns: a product's matrices are then one for each of it, but for what
 lacks that axis.
 
-`Product.matches` finds this in a term. few_rows.py, many_rows.py and since_ampere.py write it down, by product_text.py."""
+`Product.matches` finds this in a term (found.py). few_rows.py, many_rows.py and since_ampere.py are such kernels; what their
+texts have in common is in product_text.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..axes import PART, Axis
 from ..evaluate import beyond
-from ..functions import CASTS, FP8, MAPS
+from ..functions import FP8
 from ..graph import along, between, inputs, is_tile, walk
 from ..module import DTYPES
-from ..rules import NARROW
 from ..terms import INDEX, Term, viewed
+from .found import Extension, Weight, base, found_in, known_length
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,49 +38,18 @@ MOST_PRODUCTS = 2
 BESIDES = "input", "matmul", "sum", "max", "flat", "spread"  # what an epilogue reads
 
 
-class Weight(NamedTuple):
-    """A weight as it lies in memory: (k, n), or `turned` (n, k)."""
-
-    array: Term
-    turned: bool
-
-    @classmethod
-    def of(cls, x: Term) -> Weight:
-        return cls(x.of[0], True) if x.operation == "transpose" else cls(x, False)
-
-
-class Extension(NamedTuple):
-    """A product that is more steps along k, one if it is narrow. joint: the sum of both products. left, weight: of this one."""
-
-    joint: Term
-    left: Term
-    weight: Weight
-
-    @property
-    def narrow(self) -> bool:
-        """Is it one step?"""
-        return self.left.extents[1] <= NARROW
-
-
-def extended(root: Term, product: Term, weight: Weight, rest: Mapping[Term, Weight]) -> Extension | None:
-    """The extension by which one of the rest is added to a product, if one is whose weights lie as the product's."""
-    for other, its in rest.items():
-        for x in between([root], [product, other]):
-            if x.operation == "add" and product in x.of and other in x.of and its.turned == weight.turned:
-                return Extension(x, other.of[0], its)
-    return None
-
-
 class Product:
-    """A term that one kernel computes: see the module.
+    """A kernel that computes a product with what stands around it: see the module.
 
-    root: (m, n), or (batch, m, n). x: the array (m, k). operand: prologue(x), the left factor of all products. products:
-    {term: its weight}.
-    narrow: {term: (weight of the first product, weight of the second)}. sides: sums of rows of x. vectors: what the
-    prologue and the sides read besides. others: what the epilogue does: tiles and vectors. numbers: of all of
-    them. extension: a product of another left factor that is added. folds: see `fold`. beside: other results, products of the
-    same operand: {term: its weight}, see `sharing`. results: what the epilogue makes, the root and other maps of the
-    same products (many_rows.py)."""
+    root: the term that it computes, (m, n) or (batch, m, n). x: the array (m, k). operand: prologue(x), the left factor of all
+    products. products: {product: its weight}. narrow: {narrow product times its second matrix: (the first weight, the second
+    weight)}. sides: sums of rows of x. vectors: the vectors along k that the prologue and the sides read. others: the tiles
+    and vectors that the epilogue reads. numbers: the arguments that are numbers. extension: a product with another left factor
+    that is added.
+
+    folds: what is stored in place of the root, see `fold`. beside: {product: its weight}, further results with the same
+    operand, see `sharing`. results: what the epilogue computes, the root and other maps of the same products
+    (many_rows.py)."""
 
     launched = True
 
@@ -107,44 +77,45 @@ class Product:
 
     @property
     def ahead(self) -> Sequence[Term]:
-        """What is read before the launch before is done."""
+        """The arrays that the kernel reads before the launch ahead of it has ended."""
         return ()
 
     @property
     def weights(self) -> list[Weight]:
-        """All of them."""
+        """All weights."""
         more = [self.extension.weight] if self.extension else []
         narrow = [w for pair in self.narrow.values() for w in pair]
         return [*self.products.values(), *self.beside.values(), *narrow, *more]
 
     @property
     def leaves(self) -> list[Term]:
-        """What the kernel reads."""
+        """All arrays and numbers that the kernel reads."""
         indices = [y for x in self.folds for y in x.of[1:]] + [x.of[1] for x in self.kept] + [x.of[0] for x in self.masks]
         return list(dict.fromkeys([*self.read, *indices, *self.numbers]))
 
     @property
     def dtype(self) -> str:
-        """Of the operands, as x has it, or what the weights are made of."""
+        """The dtype of the operands: that of x; if another kernel makes x, the first dtype of 16 bits among those that x and
+        the weights are made from."""
         made_of = [*inputs(self.x), *inputs(self.weights[0].array)]
         found = [y.what[1] for y in made_of if y.ndim and y.what[1] not in (FP8, *INDEX)]
         return found[0] if viewed(self.x).operation == "input" else next((one for one in found if one in DTYPES), found[0])
 
     @property
     def of_16_bits(self) -> bool:
-        """Is nothing that comes by tiles fp8?"""
+        """Is nothing fp8 of all that is loaded in tiles?"""
         return not any(viewed(x).held_as("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
 
     @property
     def twice(self) -> bool:
-        """Is an array read in two ways, as in x + x @ w? A kernel has one parameter for each, and TMA knows it by one kind
-        of box."""
+        """Is an array read in two ways, as in x + x @ w? A kernel has one parameter for an array, with one kind of box for
+        TMA, so it cannot do this."""
         return len({*self.read}) < len(self.read)
 
     @property
     def joined(self) -> tuple[Term, Term | None] | None:
-        """The sum of the one product and the narrow one, which one accumulator holds, and by which number the latter is scaled;
-        None if there is none, or they are not added."""
+        """(the sum of the one product and the one narrow product, the number by which the latter is scaled or None), if there
+        is such a sum: one accumulator holds it. Otherwise None."""
         if len(self.narrow) != 1:
             return None
         (narrow,) = self.narrow
@@ -167,38 +138,38 @@ class Product:
 
     @property
     def numbers(self) -> list[Term]:
-        """The numbers that are arguments."""
+        """The arguments that are numbers."""
         return [y for y in between(self.results, self.read, True) if y.operation == "input" and not y.ndim]
 
     @property
     def lengths(self) -> list[Term]:
-        """Those that it asks for."""
+        """The lengths of axes that are computed with."""
         inside = between([*self.results, *(one.of[0] for one in self.sides)], [*self.read, *self.sides])
         return [y for y in inside if y.operation == "length"]
 
     @property
     def measured(self) -> bool:
-        """Are these the lengths of arguments' axes?"""
+        """Can the launching function read these lengths from the arguments?"""
         return all(x.what[0] is not None and known_length(x, inputs(*self.results)) for x in self.lengths)
 
     @property
     def kept(self) -> list[Term]:
-        """Where rows keep some of their columns alone."""
+        """The terms in which each row keeps some of its columns only (terms.among)."""
         return [x for x in between(self.results, self.read) if x.operation == "among"]
 
     @property
     def masks(self) -> list[Term]:
-        """Where it is asked which column a row's own is."""
+        """The terms that ask which column is a row's own (terms.is_column)."""
         return [x for x in between(self.results, self.read) if x.operation == "is_column"]
 
     @property
     def each(self) -> Term | None:
-        """The stack of whose matrices' rows each has so many columns of the result, one number a row (terms.spread)."""
+        """The stack of matrices for each of which every row has one number (terms.spread), if there is one."""
         return next((y.of[1] for y in self.others if y.operation == "spread"), None)
 
     @property
     def riding(self) -> list[str]:
-        """What is done besides the product, in words."""
+        """What the kernel does besides the products, in words."""
         told = [f"{self.operand} is made as x arrives"] * (not self.plain)
         told += [f"{one} rides along" for one in (*self.sides, *self.narrow)]
         told += [f"{one} is made of what is complete" for one in self.results if one not in self.products]
@@ -206,7 +177,8 @@ class Product:
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """The axes whose extents are in the kernel's text. Few of a batch, or of parts, show that none are mixed."""
+        """The axes whose extents are in the kernel's text. A batch of 2, and few parts, are enough to see in a proof that they
+        are not mixed up."""
         inner, lead = [x.of[0] for x in self.narrow], self.root.names[:-2]
         of_parts = {axis.root: 2 * PART + 8 for axis in self.root.names[-1:] if axis and self.folds}
         for x in self.kept:
@@ -218,7 +190,7 @@ class Product:
 
     @property
     def plain(self) -> bool:
-        """Is x the operand as it is?"""
+        """Is the operand x itself, without a prologue?"""
         return self.operand is self.x
 
     @property
@@ -235,17 +207,17 @@ class Product:
 
     @property
     def batch(self) -> int | None:
-        """How many products lie one behind the other; None: there is no such axis."""
+        """How many products there are in the batch; None if there is no batch."""
         return self.root.extents[0] if self.root.ndim == 3 else None
 
     @property
     def bytes(self) -> float:
-        """Read and written once."""
+        """Bytes read from memory and written to it, each once."""
         return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
 
     @property
     def operations(self) -> float:
-        """Of the tensor cores."""
+        """Operations of the tensor cores."""
         sizes = [math.prod(x.extents) * self.inner for x in (*self.products, *self.beside)]
         sizes += [math.prod(x.extents) * x.of[0].extents[1] + math.prod(x.of[0].extents) * self.inner for x in self.narrow]
         return 2.0 * sum(sizes)
@@ -258,8 +230,8 @@ class Product:
         )
 
     def fold(self, roots: tuple[Term, ...]) -> Self | None:
-        """The kernel that gives, in place of its result, what is known of the parts of its rows; None if that is not all that a
-        softmax needs, or if there is more than one product."""
+        """The kernel that stores, in place of its result, what a softmax needs to know of the parts of its rows. None if the
+        roots are not that, or if there is more than one product."""
         needed = {x.operation for x in roots} >= {"max_of_parts", "sum_of_parts"}
         if not needed or len(self.products) != 1 or len({x.of[0] for x in roots}) != 1 or self.root.ndim != 2:
             return None
@@ -267,8 +239,8 @@ class Product:
         return self
 
     def sharing(self, roots: tuple[Term, ...]) -> Self | None:
-        """The kernel that gives these products, of one operand, whose columns lie side by side in its tiles; None if they
-        differ in more than their weights."""
+        """The kernel that computes these products, all with one operand; their columns lie side by side in its tiles. None if
+        they differ in more than their weights."""
         alike = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is self.operand for x in roots)
         if not alike or list(self.products) != [self.root] or self.root is not roots[0] or self.extension:
             return None
@@ -281,7 +253,8 @@ class Product:
 
     @classmethod
     def matches(cls, root: Term) -> Iterator[Self]:
-        """The kernels that compute it: with what is done to x before the product inside, and ahead of it."""
+        """The kernels that compute a term: with the prologue inside the kernel, and with the prologue's result read from
+        memory."""
         whole = found_in(root)
         if whole is None:
             return
@@ -290,120 +263,15 @@ class Product:
                 part = found.of(operand)
                 if len(part.products) > MOST_PRODUCTS:
                     continue
-                for x in dict.fromkeys([_base(operand), operand]):
+                for x in dict.fromkeys([base(operand), operand]):
                     if x is None or not all(is_tile(w.array) for w in part.weights):
                         continue
                     ends = [x, *(y for y in walk(root) if y.operation in ("input", "flat"))]
-                    if not np.isfinite(
-                        beyond(operand, ends)
-                    ).all():  # 0, which the weights are there, times infinity is no number
+                    if not np.isfinite(beyond(operand, ends)).all():  # times weights of 0 it would be NaN
                         continue
-                    riding = [one for one in part.reductions if one.operation == "sum" and _base(one.of[0]) is x]
+                    riding = [one for one in part.reductions if one.operation == "sum" and base(one.of[0]) is x]
                     sides = [one for one in riding if not beyond(one.of[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     made = cls(root, x, operand, part.products, part.narrow, sides, others)
                     if made.measured:
                         yield made
-
-
-def found_in(*roots: Term) -> Found | None:
-    """What a walk down from terms of rows and columns comes upon; None if there is something that no epilogue computes, or no
-    product."""
-    found = Found()
-    if any(root.operation in CASTS for root in roots):  # results have the operands' dtype
-        return None
-    if not all(map(is_tile, roots)) or not found.epilogue(roots) or not (found.products or found.narrow):
-        return None
-    if len(found.chosen) > 1:
-        return None
-    stacks = {y.of[1] for y in found.others if y.operation == "spread"}
-    return found if len(stacks) < 2 and all(x.extents[1] % PART == 0 for x in stacks) else None
-
-
-class Found:
-    """What a walk down from a root comes upon."""
-
-    def __init__(self) -> None:
-        self.products: dict[Term, Weight] = {}
-        self.narrow: dict[Term, tuple[Weight, Weight]] = {}
-        self.reductions: list[Term] = []
-        self.others: list[Term] = []
-        self.chosen: set[Term] = set()  # by what a row's own column is chosen
-
-    @property
-    def weights(self) -> list[Weight]:
-        """All of them."""
-        return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair)]
-
-    @property
-    def apart(self) -> Found:
-        """The same, where a narrow product comes from memory, and is multiplied as any other matrix."""
-        other = Found()
-        other.products = self.products | {x: second for x, (_, second) in self.narrow.items()}
-        other.reductions, other.others = self.reductions, self.others
-        return other
-
-    def of(self, operand: Term) -> Found:
-        """The same with the products of this operand alone: others come from memory."""
-        part = Found()
-        part.products = {x: w for x, w in self.products.items() if x.of[0] is operand}
-        part.narrow = {x: pair for x, pair in self.narrow.items() if x.of[0].of[0] is operand}
-        part.reductions, part.others = self.reductions, [*self.others]
-        part.others += [x for x in (*self.products, *self.narrow) if x not in part.products and x not in part.narrow]
-        return part
-
-    def epilogue(self, roots: Sequence[Term]) -> bool:
-        """Everything above the products; is it maps?"""
-        stack, seen = [*roots][::-1], set[Term]()
-        while stack:
-            x = stack.pop()
-            if x in seen:
-                continue
-            seen.add(x)
-            if x.operation == "matmul":
-                a, w = x.of
-                if a.operation == "matmul" and x.ndim == 2 and a.extents[1] <= NARROW:
-                    self.narrow[x] = Weight.of(a.of[1]), Weight.of(w)
-                else:
-                    self.products[x] = Weight.of(w)
-            elif x.operation in ("sum", "max"):
-                self.reductions.append(x)
-            elif not x.of or x.operation in ("flat", "spread"):
-                self.others.append(x)
-            elif x.operation in MAPS:
-                stack.extend(reversed(x.of))
-            elif x.operation == "among":
-                stack.append(x.of[0])
-            elif x.operation == "is_column":
-                self.chosen.add(x.of[0])
-            else:
-                return False
-        return True
-
-
-def known_length(x: Term, arrays: Iterable[Term]) -> tuple[Term, int] | None:
-    """One of these arrays that has this length, and the place of the axis, if one has it."""
-    for y in arrays:
-        for n, axis in enumerate(y.names):
-            if axis is not None and axis.root is x.what[0].root:
-                return y, n
-    return None
-
-
-def _base(x: Term) -> Term | None:
-    """The one array with rows that this is a map of, besides vectors along its columns and numbers; None if there is none, or
-    if what the map is of has one number a row."""
-    stack, seen, found = [x], set[Term](), set[Term]()
-    while stack:
-        y = stack.pop()
-        if y in seen:
-            continue
-        seen.add(y)
-        of_rows = y.ndim >= 2 and y.names[-2] is not None
-        if y.operation in MAPS and (is_tile(y) or not of_rows):
-            stack.extend(y.of)
-        elif is_tile(y):
-            found.add(y)
-        elif of_rows or (y.ndim and not along(y)) or (y.of and y.operation not in MAPS and y.operation != "flat"):
-            return None
-    return found.pop() if len(found) == 1 else None

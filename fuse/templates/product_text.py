@@ -9,11 +9,12 @@ from ..graph import along, is_tile
 from ..module import array, one_number, unused
 from ..terms import PARTS, Term
 from ..writing import Writer
-from .product import Product, known_length
+from .found import known_length
+from .product import Product
 
 
 def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
-    """The expression that reads what an epilogue wants besides, for a tile of accumulators that begins at (row, col)."""
+    """The expression that reads another operand of the epilogue, for a tile of accumulators that begins at (row, col)."""
     if y.operation == "spread":
         return f"load({name}, {tile}.col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
     if not any(y.names[-2:]):  # one number
@@ -26,25 +27,35 @@ def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
 
 
 def index(y: Term, row: str, col: str) -> str:
-    """Where an array is read at this row and column, of the batch's element that a kernel is at."""
+    """The index of an array's element at this row and column, in the batch that a kernel works on."""
     if y.ndim == 1:
         return f"({col},)"
     return f"({lead(y)}{row}, {col})"
 
 
 def extent(y: Term, name: str, axis: int) -> str:
-    """The expression of one of an array's extents, counted from the last axis, -1."""
+    """The expression of an array's extent along an axis, which is counted from the last one, -1."""
     return f"{name}.shape[{y.ndim + axis}]"
 
 
 def lead(y: Term) -> str:
-    """The first part of an index, where an array has a batch."""
+    """The first part of an index into an array with a batch."""
     return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
 
 
+class Named(NamedTuple):
+    """An array that a kernel reads. name: what its elements are called. array: the kernel's parameter. loaded: the expression
+    that reads them. lead: the first part of an index into it."""
+
+    name: str
+    array: str
+    loaded: str = ""
+    lead: str = ""
+
+
 class Part(NamedTuple):
-    """One of several products whose columns lie side by side. weight, result: the parameters' names. before, end: the names of
-    the counts of tiles of columns that are before it, and with it."""
+    """One of several products whose columns lie side by side. weight, result: the names of the arrays. before, end: the names
+    of two counts, of the tiles of columns ahead of this product and of those up to its end."""
 
     weight: str
     result: str
@@ -53,17 +64,17 @@ class Part(NamedTuple):
 
     @property
     def test(self) -> str:
-        """The line that asks if a tile is of it, others having been asked for."""
+        """The line that asks whether a tile belongs to this product, after those for the products before it."""
         asked = "if" if not self.before else "elif"
         return f"{asked} col < {self.end}:" if self.end != "cols" else "else:"
 
     def col(self, col: str = "col", unit: str = "") -> str:
-        """The column there; unit: what the counts are multiplied by."""
+        """The column of this product that a tile begins at. unit: what the counts are multiplied by."""
         return f"{col} - {unit}{self.before}" if self.before else col
 
     @classmethod
     def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> list[Part]:
-        """Those of a kernel, in order; none if it has one product alone."""
+        """The Parts of a kernel, in order; none if it has a single product."""
         every, found = {**kernel.products, **kernel.beside} if kernel.beside else {}, list[Part]()
         for n, (x, w) in enumerate(every.items(), 1):
             end = f"end_{n}" if n < len(every) else "cols"
@@ -72,8 +83,8 @@ class Part(NamedTuple):
 
 
 class Folds(NamedTuple):
-    """The arrays that a product's folds go to: parameters, and what is known of a row by names. by: the parameter that
-    chooses, "" if none does. end: the expression of how many columns there are."""
+    """The arrays that a kernel's folds are stored in. outs: {array: what it holds}. by: the array that picks a column, "" if
+    there is none. end: the expression of how many columns there are."""
 
     outs: dict[str, str]
     by: str
@@ -81,7 +92,7 @@ class Folds(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Folds | None:
-        """Those of a kernel, if it has some."""
+        """The Folds of a kernel, None if it has none."""
         if not kernel.folds:
             return None
         ((weight, turned),) = kernel.products.values()
@@ -92,45 +103,46 @@ class Folds(NamedTuple):
 
     @property
     def known(self) -> str:
-        """What is known of a row."""
+        """The names of what is known of a row, as a list in code."""
         return ", ".join(self.outs.values())
 
     @property
     def arrays(self) -> dict[str, str]:
-        """What is written, by the kernel's parameter."""
+        """{kernel's parameter: what is written to it}."""
         return {array(name): known for name, known in self.outs.items()}
 
     @property
     def chosen(self) -> str:
-        """The kernel's parameter that chooses, if one does."""
+        """The kernel's parameter that picks a column, "" if there is none."""
         return self.by and array(self.by)
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
-        """The kernel's parameters, and what each is given."""
+        """(kernel's parameter, what it is given) for all of these."""
         names = [*self.outs, *([self.by] if self.by else [])]
         return [*((array(name), name) for name in names), ("end", self.end)]
 
 
 class Kept(NamedTuple):
-    """What rows keep of their columns alone, or ask for. own: the kernel's parameter that says which. width: how many."""
+    """Which columns each row keeps, or asks for. own: the array that says it for each row. width: how many columns that is."""
 
     own: str
     width: int = 1
 
     @classmethod
     def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
-        """That of a kernel, if it has such rows."""
+        """The Kept of a kernel, None if no row keeps or asks for columns of its own."""
         own = [cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept]
         return next(iter([*own, *(cls(parameters[x.of[0]]) for x in kernel.masks)]), None)
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
-        """The kernel's parameter, and what it is given."""
+        """(kernel's parameter, what it is given)."""
         return [(array(self.own), self.own)]
 
     def lines(self, rows: str, columns: str) -> list[str]:
-        """What is known ahead: the column that a row's own begin at, and the tile's. rows, columns: their numbers."""
+        """The lines that compute, for each row, the first of its own columns, and the numbers of the tile's columns. rows,
+        columns: the expressions of the numbers of the tile's rows and columns."""
         times = f"{self.width} * " if self.width > 1 else ""
         return [f"own = {times}{array(self.own)}[{rows}]", f"place = {columns}"]
 
@@ -140,8 +152,8 @@ class Kept(NamedTuple):
 
 
 class Words:
-    """A product's maps as lines and expressions: first the prologue's, then the epilogue's. taken: names that are not free.
-    lengths: that it asks for, the kernel's parameters and what these are given."""
+    """A product's maps as lines and expressions. `prologue` is called first, then `epilogue`. taken: names that are not free.
+    lengths: (kernel's parameter, what it is given) of the lengths that it computes with."""
 
     def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
         self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
@@ -150,8 +162,8 @@ class Words:
         self.lengths = measuring(self.writer, kernel, parameters)
 
     def prologue(self, inside: Mapping[Term, str]) -> tuple[list[str], str, list[tuple[str, str]]]:
-        """Lines, the expression of the operand, and of each side its name and what is summed. inside: by what names x and
-        vectors are known there."""
+        """(lines, the expression of the operand, (name, what is summed) of each side). inside: what x and the vectors are
+        called there."""
         kernel, writer = self.kernel, Writer({**self.writer.names, **inside}, self.writer.spoken)
         lines = writer.assignments([kernel.operand, *(side.of[0] for side in kernel.sides)], self.taken)
         sides = []
@@ -161,7 +173,7 @@ class Words:
         return lines, writer.expression(kernel.operand), sides
 
     def narrow(self, product: str, accumulator: str) -> str:
-        """The narrow product as it goes on. accumulator: of the sum that it is a part of."""
+        """The expression of the narrow product as it goes on. accumulator: the name of the sum that it is added to."""
         assert self.kernel.joined
         joint, scale = self.kernel.joined
         self.writer.names[joint] = accumulator
@@ -170,8 +182,9 @@ class Words:
     def epilogue(
         self, known: Mapping[Term, str], read: Callable[[Term, str], str], rows: str, columns: str
     ) -> tuple[list[str], str]:
-        """Lines, and the expression of what is stored. known: products and sides by their names. read: the expression that
-        reads what is wanted besides from an array of this name. rows, columns: expressions of the numbers of a tile's."""
+        """(lines, the expression of what is stored). known: the names of products and sides. read: the expression that reads
+        another operand from an array of this name. rows, columns: the expressions of the numbers of a tile's rows and
+        columns."""
         self.writer.names |= known
         lines = self.kept.lines(rows, columns) if self.kept else []
         lines += [f"{self.parameters[y]} = {read(y, array(self.parameters[y]))}" for y in self.kernel.others]
@@ -180,7 +193,8 @@ class Words:
 
 
 def measuring(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> list[tuple[str, str]]:
-    """Let it be written how long rows are; the kernel's parameters, and what they are given."""
+    """Give the writer names for the lengths that a kernel computes with. Returns (kernel's parameter, what it is given) of
+    each."""
     found = dict[str, str]()
     for x in kernel.lengths:
         along_k = kernel.x.names[-1] is not None and x.what[0].root is kernel.x.names[-1].root
@@ -191,7 +205,7 @@ def measuring(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -
 
 
 def keeping(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
-    """Let it be written what rows keep."""
+    """Tell the writer how to write what each row keeps or asks for, and return it."""
     kept = Kept.of(kernel, parameters)
     if kept:
         writer.names |= {x.of[2]: "" for x in kernel.kept}

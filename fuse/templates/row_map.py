@@ -2,20 +2,21 @@
 
     row by row:   y = f(x[row, :], ..., g[:], ...), with sums and maxima along the row wherever f has them
 
-Maps alone are taken piece by piece. Else one of five forms serves, by the rows' width (row_map_text.py and its neighbours write
-them):
+Maps alone are computed piece by piece (flat_rows.py). Otherwise the rows' width decides which form serves:
 
-- short: sixteen rows of a warp, each as wide as the tile;
-- folded: a row is cut into lines, sixteen of them a warp's tile. A lane reads 16 bytes at a time, and keeps them where they
-  are, for what is beyond a row's end are lines; one row is worked on while the next one comes, and vectors along the columns
-  stay in registers. Where several tiles of 16 bits are written, each row is a block's only one;
-- held: rows that are no whole lines; a block has sixteen, its warps side by side along the columns, and all stays in registers;
-- long: rows that are too long for registers, a block's one each, read once for each level of reductions and once more for the
-  result (long_rows.py);
-- looped: the same of sixteen rows, where they are no whole lines.
+- short (short_rows.py): a warp has sixteen rows, each as wide as its tile;
+- folded (folded_rows.py): a row is cut into lines, sixteen of which are a warp's tile. A lane reads 16 bytes at a time, and
+  keeps them in the order in which they came, because what lies beyond a row's end is whole lines. One row is worked on while
+  the next one comes, and vectors along the columns stay in registers. If several tiles of 16 bits are written, each row is a
+  block's only one;
+- held (sixteen_rows.py): for rows that are not whole lines. A block has sixteen, its warps share their columns, and everything
+  stays in registers;
+- long (long_rows.py): for rows that are too long for registers. A block has one, which is read once for each level of
+  reductions and once more for the result;
+- looped (sixteen_rows.py): the same with sixteen rows, for rows that are not whole lines.
 
-Where sums over rows are asked for, too, as of gradients, folded rows are what serves: a block adds up its own rows' as they go
-by (gathered), and column_sums.py adds up what the blocks found."""
+If sums over rows are asked for as well, as gradients need them, folded rows serve (gathered_rows.py): a block adds up its own
+rows as they go by, and column_sums.py adds up what the blocks found."""
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ from ..graph import along, between, inputs, is_tile
 from ..module import DTYPES, Text
 from ..terms import Term, viewed
 from .flat_rows import Flat
+from .folded_rows import FOLD, Alone, Folded, Slim, resident
 from .gathered_rows import Gathered
 from .long_rows import Long
-from .row_map_text import FOLD, Alone, Folded, Held, Looped, Slim, Writing, resident
+from .row_map_text import Writing
 from .short_rows import Short
+from .sixteen_rows import Held, Looped
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
@@ -47,13 +50,13 @@ BUSY = 128  # blocks that a card runs at once
 
 
 def shares(x: Term, processors: int) -> int:
-    """How many sums of its rows are gathered: by as many blocks as run at once."""
+    """How many sums of rows are gathered: one for each block that runs at once."""
     rows, width = x.extents
     return max(1, min(rows, max(1, Gathered.warps // _warps(width, Gathered)) * processors))
 
 
 def _warps(width: int, form: type[Writing]) -> int:
-    """Of a block, for rows of this width."""
+    """The warps of a block, for rows of this width."""
     if form in (Flat, Short):
         return form.warps
     if issubclass(form, Folded):
@@ -62,10 +65,10 @@ def _warps(width: int, form: type[Writing]) -> int:
 
 
 class RowMap:
-    """The terms that one such kernel computes.
+    """A kernel that computes maps and reductions of rows: see the module.
 
-    roots: of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c; every tile that it has runs along it. held:
-    the dtype of results that are no casts. clusters: may blocks share a row, on this card?"""
+    roots: the terms, of shape (m, c) or (m, 1). leaves: what it reads. columns: the axis c, along which all of its tiles run.
+    width: its extent. held: the dtype of results that are no casts. clusters: may several blocks share a row, on this card?"""
 
     def __init__(self, roots: Sequence[Term], leaves: Sequence[Term], columns: Axis, width: int):
         self.roots, self.leaves, self.columns, self.width = tuple(roots), tuple(leaves), columns, width
@@ -73,7 +76,8 @@ class RowMap:
 
     @classmethod
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term], clusters: bool = False) -> RowMap | None:
-        """The kernel that computes these of those, if there is one. clusters: has the card any?"""
+        """The kernel that computes these terms from these leaves, None if they are no maps of rows. clusters: does the card
+        have thread block clusters?"""
         inside = between(roots, leaves)
         if any(x.operation not in MAPS and x.operation not in KNOWN for x in inside):
             return None
@@ -94,7 +98,7 @@ class RowMap:
 
     @property
     def levels(self) -> dict[Term, int]:
-        """How many reductions must be done before a term is known."""
+        """{term: how many reductions one after the other must be complete before it is known}."""
         found: dict[Term, int] = dict.fromkeys(self.leaves, 0)
         for x in between(self.roots, self.leaves):
             found[x] = max((found[y] for y in x.of), default=0) + (x.operation in ("sum", "max"))
@@ -102,13 +106,13 @@ class RowMap:
 
     @property
     def dtype(self) -> str:
-        """That all arrays are read as: their own, if it is one."""
+        """The dtype that arrays are read as: their own if all have the same, otherwise fp32."""
         found = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
         return (DTYPES | {FP8: "fp8e4m3"}).get(found.pop(), "fp32") if len(found) == 1 else "fp32"
 
     @property
     def alike(self) -> bool:
-        """Have all arrays 16 bits, or what is written 8, or all 32, so that columns may come in one order of their own?"""
+        """Have all arrays 16 bits, or 8 if they are written, or all 32? Then columns may be read in an order of their own."""
         if self.sums:
             return self.gathers
         read = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
@@ -118,12 +122,13 @@ class RowMap:
 
     @property
     def sums(self) -> list[Term]:
-        """What is gathered."""
+        """The terms that are gathered."""
         return [x for x in self.roots if x.operation == "gathered"]
 
     @property
     def gathers(self) -> bool:
-        """May sums over rows be kept, as they go by? Rows must be read once, by tiles that fill them, and lie unordered."""
+        """Can sums over rows be kept as the rows go by? For this, rows are read once, in tiles that they fill, with their
+        columns in any order."""
         tiles = [x for x in self.leaves if is_tile(x)]
         fits = self.width % Gathered.part == 0 and Gathered.columns <= self.width <= Gathered.columns * Gathered.warps
         short = [x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
@@ -135,7 +140,7 @@ class RowMap:
 
     @property
     def flat(self) -> bool:
-        """Is it maps alone, of rows of whole lines?"""
+        """Are there only maps, of rows of whole lines?"""
         inside = between(self.roots, self.leaves)
         maps = all(x.operation in MAPS or x.operation == "number" for x in inside)
         tiles = any(map(is_tile, self.leaves)) and all(map(is_tile, self.roots))
@@ -143,12 +148,12 @@ class RowMap:
 
     @property
     def plain(self) -> bool:
-        """Is nothing fp8 that is read, nor dropped?"""
+        """Is nothing read that is fp8, and nothing dropped?"""
         return all(x.held_as(self.held) != FP8 for x in self.leaves) and not self.draws
 
     @property
     def form(self) -> type[Writing]:
-        """How it is written."""
+        """The form in which the kernel is written: see the module."""
         if self.sums:
             return Gathered
         if self.short:
@@ -168,18 +173,19 @@ class RowMap:
 
     @property
     def short(self) -> bool:
-        """Are rows tiles of one warp, which they fill?"""
+        """Is a row as wide as the tile of one warp?"""
         wide = sum(map(is_tile, self.leaves)) * self.width
         return not self.width % Short.step and 0 < wide <= Short.most and self.plain and not self.sums
 
     def lined(self, form: type[Folded]) -> bool:
-        """Are rows whole lines of this form's? What is read has columns, or is one number for all rows."""
+        """Are rows whole lines of this form? What is read must have columns, or be one number for all rows."""
         return not self.width % form.part and all(along(x) or not any(x.names) for x in self.leaves)
 
     @property
     def folded(self) -> type[Folded] | None:
-        """How rows are folded, if a block holds a row and the next one: so that as many rows are under way as may be, and of as
-        many by the fewest warps, as timed."""
+        """The form in which rows are folded, if a block can hold a row and the next one: the one with the most rows under way,
+        and among equals the one with the fewest warps, which was measured to be faster. None if rows are too narrow or too
+        wide for it."""
         if self.width < FOLDED_FROM or sum(map(is_tile, self.leaves)) > HELD:
             return None
         forms = [one for one in (Folded, Slim) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
@@ -188,7 +194,7 @@ class RowMap:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """The warps of a block."""
         if self.form is Long:
             few = -(-self.width // (Long.rows * Long.line(self.width)))
             read, made = (sum(map(is_tile, some)) for some in (self.leaves, self.roots))
@@ -197,14 +203,15 @@ class RowMap:
 
     @property
     def blocks(self) -> int:
-        """Of a row, in clusters: as many as keep multiprocessors busy where rows are few, and have columns."""
+        """The blocks that share a row, in a cluster: as many as keep the multiprocessors busy if rows are few, and as have
+        columns to work on."""
         rows = next(x.extents[0] for x in (*self.leaves, *self.roots) if is_tile(x))
         most = self.width // (Long.rows * Long.line(self.width) * self.warps)
         return next((n for n in (8, 4, 2) if self.clusters and n * rows <= BUSY and n <= most), 1)
 
     def registers(self, form: type[Folded]) -> int:
-        """Of a lane, where rows are folded: for what is read now and next, and some to compute with; for all of what would be
-        something beyond a row's end, as what is centred; and for draws."""
+        """The registers of a lane, if rows are folded: for what is read now and for the next row, some to compute with, and
+        more where something beyond a row's end must be cut off, as after x - mean(x), or where something is dropped."""
         tile = form.columns // 32  # elements of a lane
         ahead = tile if self.dtype == "fp32" else tile // 2
         tiles, vectors = (sum(along(x) and is_tile(x) == two for x in self.leaves) for two in (True, False))
@@ -212,7 +219,8 @@ class RowMap:
         return tiles * (tile + ahead) + vectors * ahead + worked + tile * (self.cuts + self.draws)
 
     def filled(self, x: Term) -> bool:
-        """Is what it reduces anything else than nothing where a tile goes beyond the columns?"""
+        """Must what a reduction reads be filled beyond the row's end? It must if tiles reach beyond it, and what is there
+        would count."""
         if self.form is Short or self.filling(self.form):  # nothing goes beyond
             return False
         return self._is_something(x)
@@ -223,21 +231,22 @@ class RowMap:
 
     @property
     def cuts(self) -> bool:
-        """Is there something beyond the columns that no reduction may see?"""
+        """Would something beyond a row's end count in a reduction?"""
         return any(self._is_something(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
 
     def filling(self, form: type[Writing]) -> bool:
-        """Do the columns of a block's tiles have a row each?"""
+        """Are a row's columns exactly those of a block's tiles?"""
         return issubclass(form, Folded) and self.width == form.columns * _warps(self.width, form)
 
     @property
     def whole(self) -> bool:
-        """Must rows be as wide as the tiles of a block? Where else something would have to be cut off, and they are."""
+        """Must rows keep this width? They must if they fill a block's tiles exactly, and in a shorter row something would have
+        to be cut off."""
         return not self.sums and self.cuts and self.filling(self.form)
 
     @property
     def fixed(self) -> dict[Axis, int]:
-        """The axes whose extents are in the kernel's text, or must be multiples of something there."""
+        """The axes whose extents are in the kernel's text, or must be multiples of something in it."""
         if self.sums or self.whole or self.form is Short:
             return {self.columns: self.width}
         if self.form is Long:
@@ -249,7 +258,7 @@ class RowMap:
 
     @property
     def ahead(self) -> list[Term]:
-        """What is read before the launch before is done: vectors, where they stay in registers."""
+        """What the kernel reads before the launch ahead of it has ended: vectors, if they stay in registers."""
         vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
         return [x for x in vectors if x.operation == "input"] if self.form in (Folded, Slim, Alone) else []
 
@@ -266,7 +275,7 @@ class RowMap:
 
     @property
     def bytes(self) -> float:
-        """Read and written."""
+        """Bytes read from memory and written to it."""
         return float(sum(x.nbytes for x in (*self.leaves, *self.roots)))
 
     @property

@@ -1,8 +1,7 @@
-"""Row maps, written down: see row_map.py for their forms."""
+"""Row maps, written down: what all forms have in common. See row_map.py for the forms; each is in a file of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
@@ -15,11 +14,7 @@ if TYPE_CHECKING:
     from .row_map import RowMap
 
 ROWS = 16  # of a warp's tile
-FOLD = 16  # a folded row's parts
-REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
-PLACE = "place = col_index(TILE.row_vec) + col"
 FOLLOW = "grid.follow()"  # the first that a kernel does which is launched early, but for what it reads ahead
-LEAST = "-3e38"  # of float32 and bfloat16, all but
 NOTHING = {"sum": ("zeros", "0.0"), "max": ("neg_infty", "-math.inf")}  # a vector of nothing's sum or maximum, and one number
 
 DROPOUT = '''
@@ -31,21 +26,10 @@ def dropout(x, dropped, per_kept, seed, {place}):
 '''.strip()
 
 
-def resident(registers: int) -> int:
-    """How many warps of so many registers a lane a multiprocessor has room for, a quarter of them in each of its parts."""
-    return 4 * (REGISTERS // 4 // registers)
-
-
-def is_softmax_sum(x: Term) -> bool:
-    """Is it sum(exp(s - max(s)))?"""
-    if x.operation != "sum" or x.of[0].operation != "exp" or x.of[0].of[0].operation != "sub":
-        return False
-    scores, greatest = x.of[0].of[0].of
-    return greatest.operation == "max" and greatest.of[0] is scores
-
-
 class Writing:
-    """The text of a row map, as it is written. columns: of a warp, at a time. most_warps: of a block. says: how rows lie."""
+    """A row map as text. Each form is a subclass. columns: of a warp's tile. most_warps: of a block. says: how rows lie, in
+    words. unordered: are columns read in an order of their own? draw: the op that draws for dropout, and the coordinates that
+    it is given."""
 
     columns, most_warps, says, unordered = 128, 16, "", False
     draw = "bernoulli", "row, col"  # by what op, and at what place
@@ -64,7 +48,7 @@ class Writing:
         self.write()
 
     def drop(self, drops: list[Term], inside: list[Term]) -> None:
-        """Draws: what a kernel is told of each probability, in its place, and the function that draws."""
+        """Prepare dropout: the kernel's parameters for each probability, and the function that draws."""
         taken = set(self.parameters.values())
         for p in dict.fromkeys(x.of[1] for x in drops):
             told = unused("dropped", taken), unused("per_kept", taken)
@@ -80,11 +64,11 @@ class Writing:
         self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
     def write(self) -> None:
-        """All of it."""
+        """Write the whole text."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """What tiles of sixteen rows share."""
+        """Write what the forms with tiles of sixteen rows have in common."""
         kernel, text, parameters = self.kernel, self.text, self.parameters
         self.writer.names |= dict.fromkeys(self.lengths, "width")
         text.globals += [f"WARPS = {kernel.warps}", f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
@@ -99,31 +83,31 @@ class Writing:
         text.arguments = [*((array(name) if x.ndim else name, name) for x, name in every), *self.told]
 
     def width(self, needed: bool) -> None:
-        """The line that says how many columns there are, if somebody asks."""
+        """Write the line that reads how many columns there are, if something asks for it."""
         if needed or self.lengths or any(map(self.kernel.filled, self.reductions)):
             wide = next(x for x in self.kernel.leaves if along(x))
             self.text.kernel.append(f"width = {array(self.parameters[wide])}.shape[{wide.ndim - 1}]")
 
     def levels(self) -> list[list[Term]]:
-        """The reductions, level by level."""
+        """The reductions, in groups that can be computed at the same time."""
         levels = self.kernel.levels
         return [[x for x in self.reductions if levels[x] == n] for n in range(1, 1 + max(levels[x] for x in self.kernel.roots))]
 
     def named(self, x: Term) -> str:
-        """The name of a reduction, from now on."""
+        """Give a reduction a name, and return it."""
         taken = {*self.writer.names.values(), *self.parameters.values()}
         self.writer.names[x] = unused(self.writer.suggested(x), taken)
         return self.writer.names[x]
 
     def folded(self, x: Term, fold: str = "row") -> str:
-        """What a warp's tile contributes to a reduction."""
+        """The expression of what a warp's tile contributes to a reduction."""
         written = self.writer.expression(x.of[0])
         if self.kernel.filled(x):
             written = f"right_fill({written}, width - col, {NOTHING[x.operation][1]})"
         return f"{fold}_{x.operation}({written})"
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
-        """The lines that reduce what is in registers."""
+        """The lines that compute reductions of what is in registers."""
         lines = self.writer.assignments([x.of[0] for x in wanted], self.parameters.values(), self.kernel.roots)
         for x in wanted:
             folded = self.folded(x, fold)
@@ -138,12 +122,14 @@ class Writing:
         return lines
 
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """The lines that write a root; at: where its tile begins, if it is no number a row. store: by what a tile is."""
+        """The lines that write a root. at: the coordinates of its tile, if it is not one number for each row. store: the op
+        that writes a tile."""
         into = array(self.parameters[x])
         return [f"{store}({into}, {written}, ({at}))" if is_tile(x) else f"store({into}, {written}, (row, 0), cols=0)"]
 
     def rounded(self, x: Term, store: str) -> str:
-        """A root as it is stored, which rounds by itself; but `store` takes 16 bytes at once only of what is fp8 before."""
+        """The expression of a root as it is stored. Storing rounds by itself, but `store` writes 16 bytes at once only if what
+        it is given is fp8 already."""
         if x.operation not in CASTS or x in self.writer.names:
             return self.writer.expression(x)
         inner = self.writer.expression(x.of[0])
@@ -163,248 +149,3 @@ class Writing:
         if not x.names[0]:
             return f"{name} = {one_number(array(name), ', '.join('0' * x.ndim), x.held_as(''))}"
         return f"{name} = load({array(name)}, TILE.col_vec, (row, 0), cols=0)"
-
-
-class Held(Writing):
-    """Sixteen rows in the registers of a block."""
-
-    says = "stay in registers, sixteen of a block"
-
-    def write(self) -> None:
-        self.begin()
-        mine = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
-        self.text.kernel += [f"col = {mine}", *[PLACE] * self.places]
-        self.width(False)
-        self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim]
-        for level in self.levels():
-            self.text.kernel += self.reduce(level, "row")
-        self.text.kernel += self.stores()
-
-
-class Looped(Writing):
-    """Sixteen rows of a block, read again and again. place: the line that says which columns a warp's are."""
-
-    most_warps, says = 8, "are read {} times, once from memory and then from L2"
-    place = PLACE
-
-    def write(self) -> None:
-        self.begin()
-        self.text.kernel.append(f"first = {self.first}")
-        self.width(True)
-        self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
-        levels = self.levels()
-        sums = {x.of[0].of[0].of[1]: x for level in levels for x in level if is_softmax_sum(x)}
-        for level in levels:
-            rest = [x for x in level if x not in sums and x not in sums.values()]
-            for x in level:
-                if x in sums:
-                    self.reduce_as_softmax(x, sums[x], rest)
-                    rest = []
-            self.reduce_in_a_loop(rest)
-        if any(map(is_tile, self.kernel.roots)):
-            self.loop([*self.loads(self.kernel.roots), *self.stores()])
-        else:
-            self.text.kernel += self.stores()
-
-    @property
-    def first(self) -> str:
-        """The expression of where a warp's columns begin."""
-        return "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
-
-    def reduce_in_a_loop(self, wanted: list[Term]) -> None:
-        """These reductions, of one level."""
-        if not wanted:
-            return
-        inner = [x.of[0] for x in wanted]
-        before = dict(self.writer.names)
-        body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
-        folds = [self.folded(x) for x in wanted]
-        self.writer.names = before  # what was assigned is known in the loop alone
-        self.loop([*body, *self.added(wanted, folds)])
-        self.end(wanted)
-
-    def added(self, wanted: list[Term], folds: list[str]) -> list[str]:
-        """The lines of a loop that add to reductions, which begin with nothing before it."""
-        lines = []
-        for x, folded in zip(wanted, folds):
-            name = self.named(x)
-            self.text.kernel.append(f"{name} = {self.nothing(x.operation)}")
-            lines.append(f"{name} = {name} + {folded}" if x.operation == "sum" else f"{name} = maximum({name}, {folded})")
-        return lines
-
-    def end(self, wanted: list[Term]) -> None:
-        """The lines behind a loop that bring together what the block's warps found."""
-        for x in wanted:
-            name = self.writer.names[x]
-            self.text.kernel.append(f"{name} = {self.together(x.operation, name)}")
-
-    def together(self, kind: str, x: str) -> str:
-        """The expression of what a row's warps found, each a part."""
-        return f"block.reduce_{kind}({x}, scratch)"
-
-    def reduce_as_softmax(self, greatest: Term, total: Term, rest: list[Term]) -> None:
-        """The maximum of each row and the sum of exp(x - maximum), in one pass: what was summed is rescaled where a tile has a
-        higher one. A maximum begins where numbers end, for it is taken from itself, which -inf cannot be. rest: other
-        reductions that are known with these."""
-        most, added = self.named(greatest), self.named(total)
-        taken = {*self.writer.names.values(), *self.parameters.values()}
-        higher, own = unused("higher", taken), unused("own", taken)
-        before, inner = dict(self.writer.names), [greatest.of[0], *(x.of[0] for x in rest)]
-        among = [*inner, total.of[0]]
-        body = [*self.loads(inner), *self.writer.assignments(inner, {*taken, higher, own}, among)]
-        body.append(f"{higher} = maximum({most}, {self.folded(greatest)})")
-        self.writer.names[greatest] = higher
-        body.append(f"{added} = {added} * exp({most} - {higher}) + {self.folded(total)}")
-        folds = [self.folded(x) for x in rest]
-        self.writer.names = before
-        self.text.kernel.append(f"{most}, {added} = {self.nothing(LEAST)}, {self.nothing('sum')}")
-        self.loop([*body, f"{most} = {higher}", *self.added(rest, folds)])
-        self.text.kernel.append(f"{own}, {most} = {most}, {self.together('max', most)}")
-        self.text.kernel.append(f"{added} = {self.together('sum', f'{added} * exp({own} - {most})')}")
-        self.end(rest)
-
-    def nothing(self, kind: str) -> str:
-        """What a reduction begins with: of nothing, or LEAST."""
-        return f"full(TILE.col_vec, {LEAST})" if kind == LEAST else f"{NOTHING[kind][0]}(TILE.col_vec)"
-
-    def loop(self, body: list[str]) -> None:
-        """These lines, for each of the warp's tiles along the columns."""
-        self.text.kernel += ["for col in range(first, width, TILE.cols * WARPS):", *(f"    {line}" for line in body)]
-
-    def loads(self, roots: Sequence[Term]) -> list[str]:
-        """What must be read for these, of what has columns."""
-        needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
-        place = [self.place] * any(x.operation == "is_column" for x in needed)
-        return place + [self.load(x) for x in self.kernel.leaves if along(x) and x in needed]
-
-
-class Folded(Writing):
-    """A row is a tile, one of a block at a time, and the next one comes meanwhile. part: columns of a line; a warp has 16 lines
-    of a row, which lie one behind the other."""
-
-    draw, part = ("bernoulli_of_row", "row, col, step"), 64
-    columns, says = FOLD * part, "are tiles of lines; one is worked on while the next one comes"
-
-    def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
-        """See Writing. Of one number a row: into 16 bits the first of a vector goes, of which the row has no more."""
-        into = array(self.parameters[x])
-        if is_tile(x):
-            return super().store(x, written, at, store)
-        if x.held_as(self.kernel.dtype) in ("fp32", "float32"):
-            return ["if line == 0:", f"    {into}[row, 0] = {written}"]
-        return ["if line == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + ({written}), (row, 0), cols=1)"]
-
-    @property
-    def unordered(self) -> bool:  # type: ignore[override]
-        """May columns come as they are read? A row's end is cut off by lines, so nobody asks for their numbers."""
-        return self.kernel.alike
-
-    def write(self) -> None:
-        kernel, text, name = self.kernel, self.text, self.parameters
-        tiles = [x for x in kernel.leaves if is_tile(x)]
-        vectors = [x for x in kernel.leaves if along(x) and not is_tile(x)]
-        numbers = [x for x in self.leaves if not along(x)]
-        self.writer.names |= dict.fromkeys(self.lengths, "columns")
-        x = name[tiles[0]]
-        text.globals += self.extents()
-        text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's lines of a row"]
-        if memory := self.memory():
-            text.globals.append(f"smem = shared({', '.join(f'{one}={what}' for one, what in memory.items())})")
-            text.kernel.append(f"{', '.join(memory) if len(memory) > 1 else f'({next(iter(memory))},)'} = smem.open()")
-        text.kernel.append(f"{self.first}, line = int32(cuda.blockIdx.x), PART.rows * int32(cuda.threadIdx.x // 32)")
-        for late in (False, True):
-            text.kernel += [FOLLOW] * late
-            those = [v for v in vectors if (v not in kernel.ahead) == late and not kernel.sums]
-            text.kernel += [f"{name[v]} = {self.loaded(v, 'line, 0')}" for v in those]
-        text.kernel += [self.load(n) for n in numbers if n.ndim]
-        if any(map(self.kernel.filled, self.reductions)):
-            text.kernel.append(f"lines = {array(x)}.shape[1]")
-        text.kernel += ["col, step = PART.cols * line, PART.cols"] * bool(self.drawn)
-        self.writer.names |= {v: self.widened(name[v]) for v in vectors}
-        body = list[str]()
-        for level in self.levels():
-            body += self.reduce(level, "tile")
-        body += self.stores("row, line, 0", "store_unordered" if self.unordered else "store")
-        self.rows(tiles, body)
-        text.before.insert(0, f"rows, lines = {x}.shape[0], {self.cut(x)}")
-        text.launch += f", 32 * WARPS{', shared=smem' * bool(memory)}, early=True"
-        shaped = [
-            (array(name[one]), f"{name[one]}.reshape({self.lead(one)}*lines)" if along(one) else name[one])
-            for one in (*tiles, *vectors, *kernel.roots)
-        ]
-        given = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]
-        columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
-        text.arguments = [*shaped, *self.counted, *columns, *given, *self.told]
-
-    def folded(self, x: Term, fold: str = "tile") -> str:
-        """See Writing. What lies beyond a row's end are lines."""
-        written = self.writer.expression(x.of[0])
-        if self.kernel.filled(x):
-            written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
-        return f"{fold}_{x.operation}({written})"
-
-    def memory(self) -> dict[str, str]:
-        """What lies in shared memory, by names."""
-        return {"scratch": f"sv({-(-4 * self.kernel.warps // 16) * 16}, fp32)"} if self.reductions else {}
-
-    def cut(self, x: str) -> str:
-        """How many lines a row of an array has, and columns of each; those of a block's tiles, where nothing may be beyond."""
-        return "(WARPS * PART.rows, PART.cols)" if self.kernel.whole else f"({x}.shape[1] // {self.part}, {self.part})"
-
-    def lead(self, x: Term) -> str:
-        """What an array's rows are called that is cut."""
-        return "rows, " * is_tile(x)
-
-    def loaded(self, x: Term, at: str) -> str:
-        """The expression that reads a tile or a vector."""
-        return f"{'load_unordered' if self.unordered else 'load'}({array(self.parameters[x])}, PART, ({at}))"
-
-    def widened(self, written: str) -> str:
-        """What was read, as it is computed with."""
-        return written if self.kernel.dtype == "fp32" else f"fp32({written})"
-
-    first = "following"  # what a block's number is called
-    counted: Sequence[tuple[str, str]] = (("rows", "rows"),)  # the kernel's parameter that ends it
-
-    def extents(self) -> list[str]:
-        """The global that says how many warps there are, and blocks; and the launch's bounds."""
-        blocks = resident(self.kernel.registers(type(self))) // self.kernel.warps
-        self.text.bounds = "32 * WARPS, BLOCKS"
-        return [f"WARPS, BLOCKS = {self.kernel.warps}, {blocks}  # of a block, of a multiprocessor"]
-
-    def rows(self, tiles: list[Term], body: list[str]) -> None:
-        """The loop over a block's rows, and the launch of so many blocks."""
-        name, text = self.parameters, self.text
-        x = name[tiles[0]]
-        text.kernel += [f"next_{name[t]} = {self.loaded(t, 'following, line, 0')}" for t in tiles]
-        lines = [f"row, {name[t]} = following, {self.widened('next_' + name[t])}" for t in tiles[:1]]
-        lines += [f"{name[t]} = {self.widened('next_' + name[t])}" for t in tiles[1:]]
-        lines += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
-        lines += [f"next_{name[t]} = {self.loaded(t, 'at, line, 0')}" for t in tiles]
-        text.kernel += ["while following < rows:", *(f"    {line}" for line in (*lines, *body))]
-        text.launch = f"min(rows, BLOCKS * tiles.processors({x}))"
-
-
-class Slim(Folded):
-    """The same with half as many columns a warp, where fewer warps are idle so."""
-
-    part = 32
-    columns = FOLD * part
-
-
-class Alone(Folded):
-    """A row is a tile, and a block's only one: many small blocks hide from each other what a row waits for."""
-
-    part = 32
-    columns, says = FOLD * part, "are tiles of lines, a block's only one each"
-    first = "row"
-    counted = ()
-
-    def extents(self) -> list[str]:
-        self.text.bounds = "32 * WARPS, 1"
-        return [f"WARPS = {self.kernel.warps}  # of a block"]
-
-    def rows(self, tiles: list[Term], body: list[str]) -> None:
-        self.text.kernel += [f"{self.parameters[t]} = {self.widened(self.loaded(t, 'row, line, 0'))}" for t in tiles]
-        self.text.kernel += body
-        self.text.launch = "rows"

@@ -11,15 +11,15 @@ from .row_map_text import FOLLOW, Writing
 
 
 class Short(Writing):
-    """Sixteen rows of a warp. step: what widths are multiples of. most: columns of all tiles together. warps, blocks: of a
-    block, and of a multiprocessor at least, which bounds a lane's registers."""
+    """Sixteen rows for each warp. step: the width must be a multiple of it. most: the most columns of all tiles together.
+    warps: of a block. blocks: of a multiprocessor, at least, which bounds the registers of a lane."""
 
     rows, step, most, warps, blocks = 16, 32, 256, 4, 1
     says = "are one warp's, sixteen at a time"
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]
-        """May columns come as they are read? Not where somebody asks for their numbers."""
+        """May columns be read in an order of their own? Not if something asks for a column's number."""
         return self.kernel.alike and not self.places
 
     def write(self) -> None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..axes import PART
 from ..module import DTYPES, Text, array, rendered
 from ..terms import Term
-from .product import Product, Weight
+from .found import Weight
+from .product import Product
 from .product_text import Folds, Words, extent, index, lead, reading
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ NAMES = (
 
 
 class Schedule(NamedTuple):
-    """rows, columns: of y that a block computes. depth: of k, of a tile. stages: of a pipeline. group: rows of tiles that share
-    what is read of the weights. bands, parts: of warps, one below the other and side by side."""
+    """How a kernel is cut into tiles. rows, columns: of y in a block's tile. depth: the extent of a tile along k. stages: of a
+    pipeline. group: how many rows of tiles share what is read of the weights. bands, parts: the warps, one below the other and
+    side by side."""
 
     rows: int
     columns: int
@@ -44,13 +46,13 @@ class Schedule(NamedTuple):
 
 
 class SinceAmpere(Product):
-    """See the module."""
+    """The kernel for products on cards without wgmma: see the module."""
 
     label, most_rows, early = "product", 2**31 - 1, False
 
     @property
     def schedule(self) -> Schedule:
-        """How it is cut."""
+        """How the product is cut into tiles."""
         wide = 128 // len(self.products)
         if self.rows > 64 and (self.batch or 1) * -(-self.rows // 128) * -(-self.columns // wide) >= PROCESSORS:
             rows, columns, depth, bands, parts = 128, wide, 32, 4, 1
@@ -67,17 +69,17 @@ class SinceAmpere(Product):
 
     @property
     def rank(self) -> int:
-        """Columns of the narrow product, and zeros up to what warps copy together; 0 if there is none."""
+        """The columns of the narrow product, rounded up to what warps copy together; 0 if there is no such product."""
         return max((-(-x.of[0].extents[1] // WARP) * WARP for x in self.narrow), default=0)
 
     @property
     def copied(self) -> list[Term]:
-        """What comes by cp.async, 16 bytes at once."""
+        """The arrays that cp.async copies, 16 bytes at once."""
         return [self.x, *(w.array for w in self.weights)]
 
     @classmethod
     def serving(cls, root: Term) -> Iterator[Self]:
-        """Those that compute it."""
+        """The kernels that compute a term."""
         for kernel in cls.matches(root):
             joined = not kernel.narrow or (len(kernel.products) == 1 and kernel.joined)
             apart = len({*kernel.copied}) == len(kernel.copied)  # each has a pipeline, called as the array is
@@ -86,12 +88,12 @@ class SinceAmpere(Product):
 
     @classmethod
     def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
-        """Those that compute what is known of the parts of rows of scores."""
+        """The kernels that compute what is known of the parts of rows of scores (terms.of_parts)."""
         yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0])))
 
     @property
     def maps(self) -> float:
-        """Operations on elements, outside the tensor cores: each warp does the prologue for itself."""
+        """Operations on elements outside the tensor cores; each warp does the prologue for itself."""
         s, each = self.schedule, (not self.plain) + len(self.sides)
         return float(math.prod(self.x.extents) * each * s.parts * -(-self.columns // s.columns) + math.prod(self.root.extents))
 
@@ -110,8 +112,9 @@ class SinceAmpere(Product):
 
 
 class Piped(NamedTuple):
-    """A matrix that comes through a pipeline. tile: the name of its type. acc: of its product. part: has a warp only a part of
-    its columns? beside: where those begin. lead: of its index, in a batch."""
+    """A matrix that comes through a pipeline. array: the kernel's parameter. turned: see Weight. acc: the accumulator of its
+    product. part: does a warp work on a part of its columns? beside: the expression of where its columns begin. lead: the
+    first part of an index, in a batch."""
 
     name: str
     array: str
@@ -134,16 +137,16 @@ class Piped(NamedTuple):
         return "ABt" if self.turned else "AB"
 
     def at(self, k: str) -> str:
-        """Where a tile begins."""
+        """The index at which a tile begins."""
         return f"({self.lead}{f'{self.beside}, {k}' if self.turned else f'{k}, {self.beside}'})"
 
     def mine(self, arrived: str, depth: str) -> str:
-        """The warp's part of the tile that has arrived."""
+        """The expression of the warp's part of a tile that has arrived."""
         return f"subtile({arrived}, {'PART, part' if self.turned else f'{depth}, 0, PART, part'})" if self.part else arrived
 
 
 class Vector(NamedTuple):
-    """A vector along k, read from an array a step ahead."""
+    """A vector along k, which is read from memory a step ahead."""
 
     name: str
     array: str
@@ -155,14 +158,15 @@ class Vector(NamedTuple):
 
 
 class Side(NamedTuple):
-    """A sum of rows that rides along. inner: what is summed."""
+    """A sum of rows that is computed alongside the product. inner: the expression of what is summed."""
 
     name: str
     inner: str
 
 
 class Narrow(NamedTuple):
-    """A narrow product that rides along, what it is multiplied by, and the product as it goes on."""
+    """A narrow product that is computed alongside, `first`, and the matrix that it is multiplied by, `second`. rank: its
+    columns. scaled: the expression of the narrow product as it goes on."""
 
     rank: int
     first: Piped
@@ -171,7 +175,7 @@ class Narrow(NamedTuple):
 
 
 def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
-    """What fills since_ampere.jinja."""
+    """What fills the gaps of since_ampere.jinja."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
 
     def piped(weight: Weight, acc: str, **more: Any) -> Piped:

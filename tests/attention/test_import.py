@@ -26,7 +26,7 @@ def test_import_alone_is_light():
 WAITS = """
 import importlib.abc, importlib.util, sys, threading, time
 import torch
-from attention.softmax.forward import _autograd
+from attention.softmax.forward_programs import autograd
 
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -37,10 +37,10 @@ class Slow(importlib.abc.MetaPathFinder):
             spec.loader.exec_module = lambda module: (begun.set(), time.sleep(0.3), run(module))
             return spec
 
-begun, thread = threading.Event(), threading.Thread(target=_autograd)
+begun, thread = threading.Event(), threading.Thread(target=autograd)
 sys.meta_path.insert(0, Slow())
 thread.start(), begun.wait()
-assert hasattr(_autograd(), "plain") and _autograd() is sys.modules["attention.softmax.autograd"]
+assert hasattr(autograd(), "plain") and autograd() is sys.modules["attention.softmax.autograd"]
 thread.join()
 """
 

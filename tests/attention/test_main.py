@@ -6,7 +6,7 @@ import pytest
 
 from attention import __main__ as main
 from attention import families
-from attention.softmax.forward import FORWARD
+from attention.softmax.forward_programs import FORWARD
 from tiles import doctor
 from tiles.arrays import c_ordered
 

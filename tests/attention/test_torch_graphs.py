@@ -25,7 +25,7 @@ from torch_calls import (  # noqa: E402
 
 from attention.nn import Attention  # noqa: E402
 from attention.softmax.backward import backward as backwards  # noqa: E402
-from attention.softmax.forward import VARIANTS, _variant  # noqa: E402
+from attention.softmax.forward_programs import VARIANTS, _variant  # noqa: E402
 
 
 # ---- torch.compile and torch.export ----------------------------------------------------------------------------------

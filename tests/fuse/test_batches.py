@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import fused, operators
+from fuse import operators
 from fuse.cost import H200
 from fuse.trace import Shape
 
@@ -28,7 +28,7 @@ CASES += [(form, 70, H200) for form in FORMS if form != "a norm"]  # which comes
 
 @pytest.mark.parametrize(("form", "rows", "card"), CASES, ids=lambda one: getattr(one, "name", str(one)))
 def test_forms(form, rows, card, monkeypatch):
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")  # test_as_compiled.py has them compiled
     definition, axes = FORMS[form]
     kernel, arrays = fuse.kernel(definition), [normal(*[LENGTHS.get(one, rows) for one in its]) for its in axes]

@@ -6,7 +6,6 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import fused
 from fuse.candidates import candidates
 from fuse.cost import H200
 
@@ -21,7 +20,7 @@ FUNCTIONS = {  # and how many kernels there are, of few rows and of many, where 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results(name, rows, card, monkeypatch):
     """Columns of none of which are a multiple of a tile's."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     definition, (few, many) = FUNCTIONS[name]
     kernel, arrays = fuse.kernel(definition), (normal(rows, 72), normal(72, 136), normal(72, 40), normal(72, 264))
@@ -43,5 +42,5 @@ def test_weights_that_lie_otherwise(monkeypatch):
 def test_proof():
     kernel, arrays = fuse.kernel(FUNCTIONS["three"][0]), (normal(70, 72), normal(72, 136), normal(72, 40), normal(72, 264))
     found = kernel.trace(arrays)
-    proof = fuse.fused.proven(kernel.name, found, candidates(found, H200)[0])
+    proof = fuse.proof.proven(kernel.name, found, candidates(found, H200)[0])
     assert proof.holds, proof

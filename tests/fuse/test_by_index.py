@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import fused, operators, proof, rules
+from fuse import operators, proof, rules
 from fuse.candidates import candidates
 from fuse.cost import H200
 
@@ -31,7 +31,7 @@ def wanted(x, w, a, b, index, scale=1.0):
 @pytest.mark.parametrize(("rows", "adapters", "rank"), [(1, 3, 16), (17, 5, 8), (70, 2, 8), (70, 3, 24)])
 def test_against_float64(rows, adapters, rank, card, monkeypatch):
     """Of few rows and many, whose products with all adapters are narrow, or several steps of the second product."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.lora_linear_by_index.definition), sample(rows, adapters, rank)
     got = kernel.run(*arrays, 0.5)

@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import fused, operators, proof, rules, terms
+from fuse import operators, proof, rules, terms
 from fuse.candidates import candidates
 from fuse.cost import H200
 from tiles import bf16
@@ -39,7 +39,7 @@ CARDS = pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name
 @CARDS
 @pytest.mark.parametrize(("rows", "columns"), CASES)
 def test_against_float64(rows, columns, card, monkeypatch):
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")  # test_operators.py has Numba see the kernels
     kernel, arrays = fuse.kernel(operators.linear_cross_entropy.definition), sample(rows, columns)
     loss, lse = got = kernel.run(*arrays)
@@ -56,7 +56,7 @@ def test_against_float64(rows, columns, card, monkeypatch):
 @pytest.mark.parametrize("kernel", [softened, log_sum], ids=lambda kernel: kernel.name)
 def test_forms(kernel, card, monkeypatch):
     """Weights as torch has them, an epilogue, and no index."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     x, w, index = sample(70, 264)
     kernel, w = fuse.kernel(kernel.definition), np.asfortranarray(w)

@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import fused, operators, proof, rules, terms
+from fuse import operators, proof, rules, terms
 from fuse.cost import H200
 
 EXPERTS, ACROSS, INNER = 8, 128, 72
@@ -34,7 +34,7 @@ def wanted(x, router, gate, up, down):
 @pytest.mark.parametrize(("rows", "card"), [(3, H200), (70, H200), (17, A100)], ids=str)
 def test_of_two_experts(rows, card, monkeypatch):
     """Each row has what its own experts give, as a loop over rows says."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.mixture_of_experts.definition), sample(rows)
     right, got = wanted(*arrays), kernel.run(*arrays)

@@ -7,7 +7,7 @@ import pytest
 from references import compare
 
 import fuse
-from fuse import fused, inspect, operators, proof, rules
+from fuse import inspect, operators, proof, rules
 from fuse.cost import card_of
 from fuse.trace import Shape, traced
 from tiles import bf16, fp8e4m3, fp16
@@ -92,7 +92,7 @@ def test_as_compiled():
 @pytest.mark.parametrize(("arch", "kernels"), [("sm_89", 2), ("sm_80", 0)])
 def test_other_cards(arch, kernels, monkeypatch):
     """Without wgmma they are widened ahead, without fp8 nothing serves."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: card_of(arch))
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card_of(arch))
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.fp8_linear.definition), (normal(5, K), weights(), scales(N))
     if kernels:

@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import fused, module
+from fuse import module
 from fuse.candidates import candidates, chosen
 from fuse.cost import H200
 
@@ -25,7 +25,7 @@ FUNCTIONS = {  # of x, of others, and of one that a kernel reads into a variable
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_arguments_of_all_names(function, card, monkeypatch):
     """The last argument and the first."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     text, shapes = FUNCTIONS[function]
     arrays = [normal(*s) for s in shapes]

@@ -8,7 +8,7 @@ from operator_cases import normal
 from references import compare
 
 import fuse
-from fuse import fused, operators
+from fuse import operators
 from fuse.cost import H200
 from fuse.templates.many_rows import LONE, schedule
 
@@ -23,7 +23,7 @@ SHAPES = {  # of each operator's arguments; of turned ones the weights lie as to
 @pytest.mark.parametrize("case", SHAPES)
 def test_results(case, monkeypatch):
     """Of two blocks, the second of which has fewer rows; each brings one of two weights to both, or half of one."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: replace(H200, processors=1))
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: replace(H200, processors=1))
     monkeypatch.setenv("TILES_CHECK", "0")
     name, _, turned = case.partition(", ")
     arrays = [normal(*shape) for shape in SHAPES[case]]

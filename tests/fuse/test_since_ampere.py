@@ -9,7 +9,7 @@ from operator_cases import A100, SHAPES, normal, sample
 from references import compare
 
 import fuse
-from fuse import fused, inspect, module, operators, proof
+from fuse import inspect, module, operators, proof
 from fuse.candidates import candidates, chosen
 from fuse.cost import H200, card_of
 from fuse.templates import since_ampere
@@ -22,7 +22,7 @@ PRODUCTS = [name for name in SHAPES if "linear" in name or "mlp" in name]
 @pytest.fixture
 def without_wgmma(monkeypatch):
     """Arrays in host memory are those of an A100."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: A100)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: A100)
 
 
 def turned(arrays):
@@ -101,7 +101,7 @@ EDGES = {
 def test_beyond_the_end_of_rows(name, card, monkeypatch):
     """Tiles hold zeros there. What a prologue makes of them must not count: it is done ahead."""
     monkeypatch.setenv("TILES_CHECK", "0")
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     definition, shapes = EDGES[name]
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
     assert len(kernel.candidates(*arrays)[0].way.kernels) == len(shapes[-1])  # a row map ahead of a product

@@ -6,7 +6,6 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import fused
 from fuse.candidates import candidates, chosen
 from fuse.cost import H200, card
 from fuse.inspect import Case, shapes
@@ -29,7 +28,7 @@ FUNCTIONS = {  # of x (m, 72), a and b (72, 136), d (m, 136)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results(name, rows, card, monkeypatch):
     """At lengths of which none is a multiple of a tile's; where no kernel has several results, by several."""
-    monkeypatch.setattr(fused, "card", lambda ordinal: card)
+    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(FUNCTIONS[name]), (normal(rows, 72), normal(72, 136), normal(72, 136), normal(rows, 136))
     compare(kernel, arrays, kernel.run(*arrays))

@@ -9,8 +9,8 @@ import fuse
 import fuse.operators as operators
 from fuse.candidates import candidates
 from fuse.cost import H200, card
-from fuse.fused import proven
 from fuse.inspect import Case, shapes
+from fuse.proof import proven
 from fuse.templates.few_rows import UPRIGHT, FewRows
 
 FUNCTIONS = {  # of x (m, 200), w (200, 136), g (200,), t (m, 136), b (136,)

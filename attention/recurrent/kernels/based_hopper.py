@@ -59,8 +59,8 @@ KEEP, CLAIM = 24, 232  # registers a thread of the loader and of the other warpg
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's form: dtype; whether outputs are divided by the sum of their weights; whether several sequences lie one behind
-    the other in one batch."""
+    """A kernel's configuration. dtype: of q, k, v and out. normalize: are outputs divided by the sum of their weights? varlen:
+    do the sequences follow one another in a single batch?"""
 
     dtype: dtype
     normalize: bool = True
@@ -82,7 +82,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """All configurations; fp16, whose code takes the same registers as bf16's, with `everything` only."""
+    """All configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
     if arch == "sm_90a":
         dtypes = (bf16, fp16) if everything else (bf16,)
         yield from itertools.starmap(Config, itertools.product(dtypes, (False, True), (False, True)))
@@ -111,13 +111,13 @@ def make(config: Config):
 
     @inlined
     def apart(d):
-        """1 where a column is d to the right of its row, going round."""
+        """A mask: 1 where a column is d to the right of its row, counted around the end."""
         far = col_index(SQUARE) - row_index(SQUARE) - d
         return equal(far, 0.0) + equal(far, -float(BASE))
 
     @inlined
     def load_sums(gZ, sequence, head):
-        """(n, z, Z) from the sums of features."""
+        """(n, z, Z), the number of tokens, the sum of k and the sum of k^T k, from the sums of features in memory."""
         zz, last = zeros(SQUARE), load(gZ, DOWN, (sequence, head, BASE * HALF), cols=2)
         for d in range(HALF):
             zz = zz + apart(d) * load(gZ, DOWN, (sequence, head, BASE * d), cols=2)
@@ -127,7 +127,7 @@ def make(config: Config):
 
     @inlined
     def store_sums(gZ, sequence, head, count, z, zz):
-        """The reverse; each warp has them all."""
+        """Store these as sums of features. Each warp has all of them."""
         for d in range(HALF):
             share = 0.5 if d == 0 else 1.0
             store(gZ, row_sum(apart(d) * zz) * share, (sequence, head, BASE * d), cols=2)
@@ -141,7 +141,8 @@ def make(config: Config):
         gStart: array(4), gStartZ: array(3), gState: array(4), gZ: array(3), gEnds: ENDS,
         length: INT, heads: INT, columns: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """O of one of the values' heads, of which `group` share a key head, and 64 of its columns: one of `columns` blocks."""
+        """The outputs of one of the `heads` of the values, of which `group` share a key head, in one of `columns` blocks of 64
+        columns."""
         q, k, v, state, features, out = smem.open()
         pair, column = divmod(cuda.blockIdx.x, columns)
         sequence, head = divmod(pair, heads)

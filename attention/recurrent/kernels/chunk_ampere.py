@@ -55,14 +55,14 @@ SHARE = COLUMNS // WARPS  # value columns of a warp, and rows of P that it makes
 
 @dataclass(frozen=True)
 class Config(chunk_hopper.Config):
-    """A kernel's shape and what it computes: chunk_hopper's, with one consumer. piece: the bytes that bases and strides are
-    multiples of."""
+    """A kernel's configuration: that of chunk_hopper.py, with one consumer. piece: the number of bytes of which all addresses
+    and strides are multiples."""
 
     piece: int = 16
 
     @property
     def parts(self):
-        """A warp has all keys."""
+        """Always 1: a warp has all channels of the keys."""
         return 1
 
     @property
@@ -77,7 +77,7 @@ class Config(chunk_hopper.Config):
 
     @property
     def stages(self):
-        """Chunks of keys in flight: two where 99 KB, what a block may have on every GPU, have room for them."""
+        """Chunks of keys in flight: two if 99 KB have room for them, which is what a block may use on every GPU."""
         return 2 if self.key_dim <= WIDE else 1
 
     @property
@@ -90,8 +90,8 @@ class Config(chunk_hopper.Config):
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: all gates at all sizes, the other forms at one size. everything: all forms at all sizes, too,
-    and the other pieces and fp16, with the plainest forms where the code is between or like the others'."""
+    """The configurations: all gates at all sizes, the other forms at one size. everything: all forms at all sizes, other
+    pieces and fp16; but of those whose code lies between others' or is like them, only the plainest forms."""
     for piece, dtype in ((PIECES[0], bf16), *(((8, bf16), (4, bf16), (2, bf16), (16, fp16)) if everything else ())):
         for key_dim, kind in itertools.product(KEY_DIMS, (Gate, ByToken, BySteps)):
             plainest = (piece, dtype) in ((8, bf16), (16, fp16))
@@ -124,7 +124,7 @@ def make(config: Config):
 
     @inlined
     def fill(q, v, z, gQ, gV, gZ, j, n, batch, token, key_head, head, col):
-        """Begin to copy the queries and values of the j-th of n chunks, as far as they are read."""
+        """Begin to copy the queries, values and z of the j-th of n chunks, those of them that are read."""
         q.fill(j, gQ, (batch, token, key_head, 0), 1, 3, n if result.outputs else 0, PIECE)
         if result.silu:
             z.fill(j, gZ, (batch, token, head, col), 1, 3, n, PIECE)
@@ -132,7 +132,7 @@ def make(config: Config):
 
     @inlined
     def finish(o, z, j, gDivisor, at):
-        """What becomes of an output before it is stored."""
+        """The output as it is stored: divided by the normalizer, times silu(z), if the result is such. See results.Outputs."""
         if result.divided:
             o = o / (load(gDivisor, OUT.col_vec, at, cols=1) + TINY)
         if result.silu:

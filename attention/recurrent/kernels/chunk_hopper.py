@@ -42,8 +42,9 @@ STAGES = 3  # chunks in flight, if shared memory has room for so many
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape, key_dim as padded, and consumers: one warpgroup or two (`parts`) for 64 value columns each. What it
-    computes: the kind of gates, and what a pass results in. varlen: the sequences lie one behind the other in one batch."""
+    """A kernel's configuration. key_dim: the channels of keys, rounded up to one of KEY_DIMS. consumers: each has 64 value
+    columns, and is one warpgroup, or two if keys are wide (`parts`). gate: the kind of gates. result: what a pass computes.
+    varlen: do the sequences follow one another in a single batch?"""
 
     key_dim: int
     consumers: int
@@ -54,7 +55,7 @@ class Config:
 
     @property
     def parts(self):
-        """Warpgroups that share out the keys of a consumer."""
+        """The warpgroups of a consumer, which share out the channels of the keys."""
         return 2 if self.key_dim > WIDE else 1
 
     @property
@@ -74,17 +75,17 @@ class Config:
 
     @property
     def key(self):
-        """A part's tile of a chunk of Q or K."""
+        """The tile of Q or K for a chunk, as wide as a part of the channels."""
         return st(CHUNK, self.key_dim // self.parts, self.dtype)
 
     @property
     def value(self):
-        """A consumer's tile of a chunk of V, Z or the output."""
+        """A consumer's tile of V, Z or the output for a chunk."""
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
     def handed(self):
-        """What the second part hands to the first: its output."""
+        """The tile by which the second warpgroup of a consumer hands its output to the first."""
         return st(CHUNK, COLUMNS, fp32) if self.parts > 1 else st(16, 16, fp32)
 
     @property
@@ -106,8 +107,8 @@ KINDS: tuple[type[Gate], ...] = Gate, ByHead, ByToken, BySteps
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: all gates at all sizes, the other forms at one size. everything: all forms at all sizes, too,
-    and fp16, whose code takes the same registers as bf16's."""
+    """The configurations: all gates at all sizes, the other forms at one size. everything: all forms at all sizes, and fp16,
+    whose code takes as many registers as bf16's."""
     if arch == "sm_90a":
         for of, size, kind in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, KINDS):
             all_forms = (everything and of is bf16) or (size[0] == WIDE and kind in (ByToken, BySteps))
@@ -128,11 +129,12 @@ def make(config: Config):
     OUTPUT = sequences.output(config.value) if result.values and result.outputs else array(3 if result.outputs else 4)
 
     def of_keys(used=True):
-        """A ring whose tiles are for one part of all consumers each."""
+        """A ring of tiles each of which belongs to one part of the keys and is read by all consumers."""
         return ring(config.key, config.stages * PARTS if used else 1, CONSUMERS * warpgroup.WARPGROUP)
 
     def of_values(used=True, parts=PARTS):
-        """A ring whose tiles are for one consumer each, all its parts or one."""
+        """A ring of tiles each of which belongs to one consumer. used: are there such tiles? parts: how many of its warpgroups
+        read them."""
         return ring(config.value, config.stages * CONSUMERS if used else 1, parts * warpgroup.WARPGROUP)
 
     vectors = ring(sv(CHUNK, fp32), CONSUMERS * SUMMING if gate.loaded else 1, PARTS * warpgroup.WARPGROUP, writers=1)
@@ -150,7 +152,7 @@ def make(config: Config):
 
     @inlined
     def sum_of_parts(o, handed, j, part):
-        """What the parts of a consumer get, added up; the first one's is the sum."""
+        """The sum of what the warpgroups of a consumer have computed. It is complete in the first of them."""
         if PARTS > 1:
             if part > 0:
                 warpgroup.store(handed.claim(j), o)
@@ -168,9 +170,10 @@ def make(config: Config):
         gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, begun: INT, heads: INT, group: INT,
         width: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs, or the states and summed gates, of a segment. `group` value heads share a key head, each `width` blocks
-        of 64 columns wide; `walked` of the `segments` have blocks in this launch. gStart: the state before each of
-        `begun` segments; if that is 1, before the sequence, and what earlier segments leave is added here."""
+        """The outputs of a segment, or its last state and the sum of its gates. `group` value heads share a key head, and each
+        is `width` blocks of 64 columns wide. There are thread blocks for `walked` of the `segments`. gStart: the state before
+        each of `begun` segments; if begun is 1, the state before the sequence, to which what earlier segments leave is added
+        here."""
         q, k, v, z, b, a, state, staged, handed = smem.open()
         me = warpgroup.id()
         block, segment, key_head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads)

@@ -48,8 +48,9 @@ LEAST = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, so that
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: key dim as padded, consumers of 64 value columns each, the dtype of the gates and that of all else;
-    varlen: the sequences lie one behind the other in one batch. makers: the warpgroups that make what consumers need."""
+    """A kernel's configuration. key_dim: the channels of keys, padded. consumers: each has 64 value columns. gates: the dtype
+    of the gates; dtype: of everything else. varlen: do the sequences follow one another in a single batch? makers: the
+    warpgroups that prepare what consumers read."""
 
     key_dim: int
     consumers: int
@@ -64,7 +65,7 @@ class Config:
         return warpgroup.THREADS * (self.consumers + self.makers)
 
     def _by_share(self, of):
-        """A tile of which each of four warps has its share of channels side by side."""
+        """A shared tile with panels of columns such that each of four warps has the channels of its own panels."""
         return st(CHUNK, self.key_dim, of, width=min(PANEL, self.key_dim // warpgroup.WARPGROUP * of.itemsize))
 
     @property
@@ -84,12 +85,13 @@ class Config:
 
     @property
     def sums(self):
-        """The running sums of a chunk's gates: in place of gates that are fp32, else a tile."""
+        """The tile of the running sums of a chunk's gates. If the gates are fp32, the sums take their place, and this is a
+        small vector that is not used."""
         return sv(16, fp32) if self.gates is fp32 else self._by_share(fp32)
 
     @property
     def factor(self):
-        """What a state is multiplied by, one number a channel."""
+        """The vector by which a state is multiplied, one number for each channel."""
         return sv(self.key_dim, fp32)
 
     def __str__(self):
@@ -98,8 +100,9 @@ class Config:
 
 
 def space(form: type[Config], sizes, arch: str, everything: bool) -> Iterator[Any]:
-    """The configurations of these sizes, (padded key dim, consumers), with gates in fp32 or in the dtype of all else. Without
-    `everything` varlen ones of one size only, and none of fp16; with it fp16 takes the same registers as bf16."""
+    """The configurations of these sizes, (padded key dim, consumers), with gates in fp32 and in the dtype of everything else.
+    Without `everything`, varlen configurations come in one size only, and fp16, which takes as many registers as bf16, is left
+    out."""
     if arch == "sm_90a":
         for of, (key_dim, consumers), varlen in itertools.product(
             (bf16, fp16) if everything else (bf16,), sizes, (False, True)
@@ -110,8 +113,8 @@ def space(form: type[Config], sizes, arch: str, everything: bool) -> Iterator[An
 
 @static
 class Frame:
-    """What is done to a chunk. First by a warpgroup that knows nothing of the state, each of its warps with its own channels:
-    `sum_up`, `change`, `one_by_one`; then by the warpgroups that read what it made: `is_strong`, `scaled`.
+    """What is done to a chunk. A warpgroup that knows nothing of the state comes first, each of its warps with channels of its
+    own: `sum_up`, `change`, `one_by_one`. The warpgroups that read what it made follow: `is_strong`, `scaled`.
 
     scores: the type of the tiles that `one_by_one` makes."""
 
@@ -122,22 +125,22 @@ class Frame:
 
     @property
     def share(self):
-        """The channels of a warp: a tile with all tokens of 16 rows."""
+        """A register tile of 16 tokens and as many channels as a warp has."""
         return rt(16, self.key_dim // warpgroup.WARPGROUP, fp32)
 
     @property
     def few(self):
-        """A tile with few tokens of a warp's channels."""
+        """A register tile of TOKENS tokens and as many channels as a warp has."""
         return rt(TOKENS, self.share.cols, fp32)
 
     @property
     def all(self):
-        """A vector of all channels."""
+        """A register vector of all channels."""
         return rt(16, self.key_dim, fp32).row_vec
 
     @property
     def least(self):
-        """Where the sums of a chunk that is not strong end, at least."""
+        """The sum of a chunk's gates, in powers of 2, below which the chunk is strong."""
         return 2 * LEAST[self.dtype]
 
     @inlined
@@ -150,7 +153,7 @@ class Frame:
 
     @inlined
     def fill_keys(self, rings, arrays, j, n, span, head, key_head, block):
-        """The same without queries."""
+        """The same without the queries."""
         (k, v, g), (gK, gV, gGates) = rings, arrays
         if j < n:
             token = span.first + CHUNK * j
@@ -161,31 +164,31 @@ class Frame:
 
     @inlined
     def channels(self, tile, warp):
-        """The channels of one warp."""
+        """The part of a shared tile with the channels of one warp."""
         return subtile(tile, CHUNK, 0, self.share.cols, warp)
 
     @inlined
     def some(self, tile, i, warp):
-        """Of these the i-th few tokens."""
+        """The part of a shared tile with a warp's channels of the i-th group of TOKENS tokens."""
         return subtile(tile, TOKENS, i, self.share.cols, warp)
 
     @inlined
     def sum_up(self, sums, gates, warp):
-        """The running sums of a chunk's gates. Returns where they end, in powers of 2, for the warp's channels; and whether the
-        chunk is strong."""
+        """Compute the running sums of a chunk's gates. Returns (the sums over the whole chunk, in powers of 2, for the warp's
+        channels; whether the chunk is strong)."""
         ends = self.sums_and_ends(sums, gates, warp)
         return ends, warpgroup.reduce_any(tile_min(ends) < self.least)
 
     @inlined
     def sums_and_ends(self, sums, gates, warp):
-        """The same for who does not ask whether the chunk is strong: the warps do not meet."""
+        """The same without asking whether the chunk is strong, so that the warps need not meet."""
         cumsum_columns(self.channels(sums, warp), self.channels(gates, warp), FLOOR)
         return load_row(self.channels(sums, warp), self.share.row_vec, CHUNK - 1) * LOG2_E
 
     @inlined
     def change(self, queries, keys, more, sums, ends, factor, flag, warp, strong):
-        """Write q' and k* in place of q and k, and to `more` what `keep` does; factor: exp(b_last - r); flag: `strong`, which
-        readers of the chunk ask for."""
+        """Write q' over q and k* over k, and to `more` what `keep` stores. factor: becomes exp(b_last - r). flag: becomes
+        `strong`, for the readers of the chunk."""
         start, finish = ends * (0.0 if strong else 0.5), ends * (1.0 if strong else 0.5)
         for i in range(CHUNK // TOKENS):
             b, key = load(self.some(sums, i, warp), self.few) * LOG2_E, load(self.some(keys, i, warp), self.few)
@@ -200,12 +203,12 @@ class Frame:
 
     @inlined
     def keep(self, more, query, key, since, strong):
-        """Store what else the kernel needs of some tokens, given q', k and exp(b - r)."""
+        """Store what else a kernel needs of a group of tokens. query: their q'. since: exp(b - r)."""
 
     @inlined
     def one_by_one(self, queries, keys, sums, n):
-        """q_i . (exp(b_i - b_j) k_j) where j <= i, for the n-th scores.cols keys j: key after key, and a warp's channels at a
-        time."""
+        """The scores q_i . (exp(b_i - b_j) k_j), where j <= i, for the n-th group of scores.cols keys j, computed key after
+        key and a warp's channels at a time."""
         s = zeros(self.scores)
         for key in range(self.scores.cols):
             j = self.scores.cols * n + key
@@ -219,13 +222,13 @@ class Frame:
 
     @inlined
     def is_strong(self, flag):
-        """What `change` wrote."""
+        """Is the chunk strong? It reads what `change` wrote."""
         return tile_max(load(flag, NUMBER)) > 0
 
     @inlined
     def scaled(self, s_t, factor, when):
-        """The transposed state, times the factor: where a chunk is not strong, before it is read and after the chunk; where it
-        is, between."""
+        """The transposed state, multiplied by the factor if `when`. A state is scaled before it is read and again after the
+        chunk; in a strong chunk only in between."""
         if when:
             return s_t * load(factor, self.all)
         else:

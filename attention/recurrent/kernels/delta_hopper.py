@@ -30,12 +30,14 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import cumsum, divmod, exp2, last_element, load, store, subtile, tile_min, transpose, truncate, warpgroup, zeros
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
+from ops import divmod, load, store, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLE
+from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .gates import DOWN, LOG2_E, floored
+from .delta_decay import Decay, NoDecay
+from .delta_solver import Solver
+from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
 
@@ -44,13 +46,12 @@ STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer
 AHEAD = 2  # chunks that the solver and the weigher may be ahead
 VECTORS = 8  # chunks whose gates are kept: two for each warp that sums up
-LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: key dim as padded, consumers of 64 value columns each. gated: there are decays. varlen: several
-    sequences lie one behind the other in one batch."""
+    """A kernel's configuration. key_dim: the channels of keys, padded. consumers: each has 64 value columns. gated: are there
+    decays? varlen: do the sequences follow one another in a single batch?"""
 
     key_dim: int
     consumers: int
@@ -75,7 +76,7 @@ class Config:
 
     @property
     def values(self):
-        """All consumers' tile of a chunk of V."""
+        """The tile of V for a chunk, of all consumers."""
         return st(CHUNK, COLUMNS * self.consumers, self.dtype)
 
     @property
@@ -88,173 +89,15 @@ class Config:
         return f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns{kind}"
 
 
-SCORES = rt(16, CHUNK, fp32)
-ROWS, ALONG = SCORES.col_vec, SCORES.row_vec
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     if arch == "sm_90a":
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
                 yield from (Config(*size, of, gated, varlen) for gated in (False, True))
-
-
-@static
-class NoDecay:
-    """Nothing decays, and no chunk is strong. Vectors of sums and factors are neither made nor read."""
-
-    dtype: dtype
-
-    @inlined
-    def load(self, gGates, span, at):
-        """The gates of a chunk whose first is at `at`, while they are on their way."""
-        return 0.0
-
-    @inlined
-    def sum_up(self, b, since, factor, j, g):
-        """One warp, of the j-th chunk, whose gates g are: hand on their running sums, in powers of 2, what tokens have decayed
-        by since the chunk began, and the factor of what they add."""
-
-    @inlined
-    def wait(self, vectors, j):
-        """A chunk's vector of sums or factors."""
-        return 0
-
-    @inlined
-    def release(self, vectors, j):
-        """A chunk's vector may be overwritten."""
-
-    @inlined
-    def is_strong(self, since):
-        """Does the chunk decay by more than numbers can hold?"""
-        return False
-
-    @inlined
-    def scores(self, s, since, b):
-        """s, its element (i, j) decayed from token j to i if the chunk is strong; what is above the diagonal does not count."""
-        return s
-
-    @inlined
-    def begin(self, values, u, o, since, factor, strong):
-        """(what T multiplies, what the queries have of the state), given values, S^T K^T and S^T Q^T."""
-        return values - u, o
-
-    @inlined
-    def decayed(self, s_t, since, when):
-        """The state after the chunk, `when`: a strong chunk's before the chunk adds to it, another's afterwards."""
-        return s_t
-
-    @inlined
-    def remaining(self, u, factor, strong):
-        """Of what a strong chunk adds to the state, what remains at its end."""
-        return u
-
-    @inlined
-    def end(self, o, since, strong):
-        """The outputs."""
-        return o
-
-
-class Decay(NoDecay):
-    """One gate a token and head."""
-
-    @property
-    def least(self):
-        """What a chunk that is not strong decays by, at least."""
-        return 2.0 ** LEAST[self.dtype]
-
-    @inlined
-    def load(self, gGates, span, at):
-        return load(truncate(gGates, 1, span.end), DOWN, at, cols=1)
-
-    @inlined
-    def sum_up(self, b, since, factor, j, g):
-        sums = cumsum(floored(transpose(g)) * LOG2_E)
-        total = tile_min(sums)
-        store(b.claim(j), sums)
-        b.publish(j)
-        store(since.claim(j), exp2(sums))
-        since.publish(j)
-        store(factor.claim(j), exp2((total if exp2(total) < self.least else 0.0) - sums))
-        factor.publish(j)
-
-    @inlined
-    def wait(self, vectors, j):
-        return vectors.wait(j)
-
-    @inlined
-    def release(self, vectors, j):
-        vectors.release(j)
-
-    @inlined
-    def is_strong(self, since):
-        return last_element(since) < self.least
-
-    @inlined
-    def scores(self, s, since, b):
-        if self.is_strong(since):
-            return s * exp2(zeros(SCORES) + warpgroup.load(b, ROWS) - load(b, ALONG))
-        else:
-            return s
-
-    @inlined
-    def begin(self, values, u, o, since, factor, strong):
-        if strong:
-            before = load(since, ALONG)
-            return values - u * before, o * before
-        else:
-            return values * load(factor, ALONG) - u, o
-
-    @inlined
-    def decayed(self, s_t, since, when):
-        if when:
-            return s_t * last_element(since)
-        else:
-            return s_t
-
-    @inlined
-    def remaining(self, u, factor, strong):
-        if strong:
-            return u * load(factor, ALONG)
-        else:
-            return u
-
-    @inlined
-    def end(self, o, since, strong):
-        if strong:
-            return o
-        else:
-            return o * load(since, ALONG)
-
-
-@static
-class Solver:
-    """What a warpgroup does that makes T of each chunk: keys come, and so do the strengths beta of tokens and their decays.
-    readers: the warpgroups that read keys, which clear together what is another sequence's."""
-
-    sequences: Sequences
-    decay: NoDecay
-    readers: int
-
-    @inlined
-    def solve(self, j, left, rings, triangles):
-        """T of chunk j, of which `left` tokens are the sequence's."""
-        k, t, beta, b, since = rings
-        high, low = triangles
-        keys = k.wait(j)
-        self.sequences.clear(keys, left, self.readers)
-        s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
-        k.release(j)
-        strength = warpgroup.load(beta.wait(j), ROWS)
-        a = self.decay.scores(s, self.decay.wait(since, j), self.decay.wait(b, j)) * strength
-        self.decay.release(since, j)
-        self.decay.release(b, j)
-        x = inverse_transposed(a, high, low)
-        warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
-        t.publish(j)
-        beta.release(j)
 
 
 @functools.cache
@@ -287,8 +130,8 @@ def make(config: Config):
         gGates: array(3), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """O and the state after each sequence, of which each of the `segments` has blocks of its own, and begins with a state
-        of gStart. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        """The outputs of a segment, and the state after it. Each of the `segments` of a sequence has thread blocks of its own,
+        and begins with a state of gStart. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
         q, k, v, t, p, beta, b, since, factor, high, low, out = smem.open()
         me = warpgroup.id()
         block, segment, value_head, sequence = assigned(cuda.blockIdx.x, blocks, segments, heads * group)

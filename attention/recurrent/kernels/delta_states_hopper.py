@@ -29,7 +29,9 @@ from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
 from . import delta_hopper
-from .delta_hopper import ROWS, VECTORS, Decay, NoDecay, Solver
+from .delta_decay import ROWS, Decay, NoDecay
+from .delta_hopper import VECTORS
+from .delta_solver import Solver
 from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, Span, assigned
 
@@ -41,7 +43,8 @@ SUMMING = warpgroup.WARPGROUP - 1  # warps of the loader that sum up gates, a ch
 
 @dataclass(frozen=True)
 class Config(delta_hopper.Config):
-    """A kernel's shape: consumers of 64 columns of a state each. mapped: states begin as [0 | 1], and none is given."""
+    """A kernel's configuration: see delta_hopper.py. consumers: each has 64 columns of a state. mapped: do states begin as [0
+    | 1], instead of given ones?"""
 
     mapped: bool = False
 
@@ -54,7 +57,7 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     if arch == "sm_90a":
         for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
             if not varlen or size == (128, 2) or (everything and of is bf16):
@@ -88,8 +91,8 @@ def make(config: Config):
         gState: array(4), gSkipped: array(3), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT,
         group: INT, values: INT,
     ):  # fmt: skip
-        """The state after each of `walked` of the `segments` of a sequence; values: how many columns have some. `group` value
-        heads, of `blocks` blocks of columns each, share a key head."""
+        """The state after each of `walked` of the `segments` of a sequence. values: how many of its columns have values; those
+        of the others are 0. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
         k, v, t, beta, b, since, factor, high, low = smem.open()
         me = warpgroup.id()
         block, segment, value_head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads * group)

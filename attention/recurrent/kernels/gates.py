@@ -43,13 +43,15 @@ FLOOR = -100.0  # exp of it is 0 in fp32; sums of greater numbers would say less
 
 @inlined
 def floored(g):
-    """g, no gate below FLOOR; NaN stays NaN."""
+    """g with all gates below FLOOR raised to it. NaN stays NaN."""
     return where(less(g, FLOOR), FLOOR, g)
 
 
 @static
 class Gate:
-    """Nothing decays: all gates are 0. The other kinds override what they do otherwise."""
+    """No decay: all gates are 0. It says what a kernel asks of gates of every kind; other kinds override it.
+
+    left: how many tokens of the sequence are left from the chunk's first on."""
 
     kind = ""
     loaded = False  # is there a gate for each token?
@@ -72,53 +74,54 @@ class Gate:
 
     @inlined
     def remaining(self, v_t, along, end):
-        """exp2(b_last - a) v, of v transposed."""
+        """exp2(b_last - a) v, for transposed values v."""
         return v_t
 
     @inlined
     def of_head(self, gGates, head):
-        """The gate, if all tokens of a head have the same, in powers of 2."""
+        """If all tokens of a head have the same gate, that gate, in powers of 2."""
         return float32(0)
 
     @inlined
     def sum_up(self, b, a, j, gGates, gRate, gBias, batch, token, end, head):
-        """Hopper: a warp loads and sums up the gates of the chunk that begins at `token`, the j-th of the rings."""
+        """Hopper: one warp loads the gates of the chunk that begins at `token`, and puts their running sums into the j-th
+        slots of the rings."""
 
     @inlined
     def sums(self, b, a, j, g, left):
-        """Hopper: of a chunk, the j-th of the rings, b of this warp's rows, all of a, and the last of b. g is of_head's; the
-        sequence ends after `left` tokens."""
+        """Hopper: (b of this warp's rows, all of a, the last b) of a chunk, whose sums are in the j-th slots of the rings. g:
+        what of_head gave."""
         return 0.0, 0.0, float32(0)
 
     @inlined
     def rate_and_bias(self, gRate, gBias, head):
-        """What a head's steps become gates by."""
+        """(A, dt_bias) of a head, for gates that Mamba-2's steps become."""
         return 0.0, 0.0
 
     @inlined
     def fetch(self, gGates, batch, token, end, head):
-        """Ampere: what the caller gave for the gates of the chunk that begins at `token`, while it is on its way."""
+        """Ampere: begin to load what the caller gave for the gates of the chunk that begins at `token`, and return it."""
         return 0.0
 
     @inlined
     def share(self, b, a, g, rate, bias, left):
-        """Ampere: a warp writes b and a of the chunk that g was fetched for; the sequence ends after `left` tokens."""
+        """Ampere: one warp writes b and a to shared memory, for the chunk that `fetch` returned g for."""
 
     @inlined
     def load(self, vector, kind):
-        """Ampere: b or a, or a warp's part of it."""
+        """Ampere: b or a, or a warp's part of it, from shared memory."""
         return 0.0
 
     @inlined
     def last(self, b):
-        """Ampere: the last of b."""
+        """Ampere: the last element of b."""
         return 0.0
 
 
 @static
 class Decay(Gate):
-    """What all have in common that do decay. apart: the scale is multiplied in at the end, because the scores would be too
-    small or too large for fp16 if it were one more factor among the decays."""
+    """What all gates have in common that decay. apart: is the scale multiplied in at the end? It is if as one more factor
+    among the decays it would make scores too small or too large for fp16."""
 
     apart: bool = False
 
@@ -140,7 +143,8 @@ class Decay(Gate):
 
 
 class ByHead(Decay):
-    """One gate a head, the same for all its tokens. Hopper's only: elsewhere it is spread over the tokens."""
+    """One gate for each head, the same for all of its tokens. Used on Hopper only; elsewhere the gate is repeated for each
+    token."""
 
     kind, rank = "head", 2
 
@@ -159,13 +163,13 @@ class ByHead(Decay):
 
 
 class ByToken(Decay):
-    """One gate a token and head."""
+    """One gate for each token and head."""
 
     kind, loaded = "token", True
 
     @inlined
     def summed(self, g, rate, bias, left):
-        """b and a of a chunk. g: what the caller gave for its gates; the sequence ends after `left` tokens."""
+        """(b, a) of a chunk. g: what the caller gave for its gates."""
         b = cumsum(floored(g) * LOG2_E)
         return b, b
 
@@ -216,7 +220,8 @@ class ByToken(Decay):
 
 @static
 class BySteps(ByToken):
-    """Mamba-2's steps dt: g = dt A, w = max(dt, 0). softplus: dt is that of what the caller gave and a bias."""
+    """Gates from Mamba-2's steps dt: g = dt A, w = max(dt, 0). softplus: is dt softplus of what the caller gave plus a
+    bias?"""
 
     kind, weighted = "step", True
     softplus: bool = False

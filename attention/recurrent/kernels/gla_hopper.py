@@ -33,7 +33,7 @@ WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers
 
 
 class Config(decay_frame.Config):
-    """A kernel's shape."""
+    """A kernel's configuration: see decay_frame.py."""
 
     makers = 2
 
@@ -42,16 +42,16 @@ SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consum
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     return decay_frame.space(Config, SIZES, arch, everything)
 
 
 class Frame(decay_frame.Frame):
-    """Keeps what rounding takes from q', too."""
+    """The frame of GLA's kernel, which also keeps what q' loses when it is rounded."""
 
     @inlined
     def keep(self, lost, query, key, since, strong):
-        """The weights of a strong chunk lie there."""
+        """Store what rounding takes from q'. A strong chunk has none of it: its scores lie there."""
         if not strong:
             store(lost, query - fp32(self.dtype(query)))
 
@@ -81,7 +81,8 @@ def make(config: Config):
 
     @inlined
     def read(s_t, queries, factor, strong):
-        """S'^T q'^T, pending, and the state for the keys. By halves if it is wide: there are not registers for all, rounded."""
+        """(S'^T q'^T, pending; the state as the keys are added to it). A wide state is read in two halves, because registers
+        do not hold all of it rounded."""
         if KEY_DIM <= WIDE:
             rounded = INPUT(s_t)
             s_t = frame.scaled(s_t, factor, strong)
@@ -99,8 +100,8 @@ def make(config: Config):
         gGates: tiled(config.gate, unit=1), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs of one of a sequence's `segments`, and the last one's last state, for some columns of the values: one of
-        `blocks` blocks of a head, of which `group` share a key head. gStart: the state before each segment."""
+        """The outputs of one of a sequence's `segments`, and after the last one the state, for one of `blocks` blocks of
+        columns of a head. `group` value heads share a key head. gStart: the state before each segment."""
         q, k, v, g, p, lost, out, totals, factor, flag = smem.open()
         me = warpgroup.id()
         block, segment, head, sequence = assigned(cuda.blockIdx.x, blocks, segments, heads)

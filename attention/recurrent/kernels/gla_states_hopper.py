@@ -28,14 +28,14 @@ SIZES = gla_hopper.SIZES
 
 
 class Config(decay_frame.Config):
-    """A kernel's shape."""
+    """A kernel's configuration: see decay_frame.py."""
 
     def __str__(self):
         return f"states, {super().__str__()}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     return decay_frame.space(Config, SIZES, arch, everything)
 
 
@@ -61,7 +61,7 @@ def make(config: Config):
         gTotal: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """What each of `walked` of the `segments` leaves of a state of 0, and the sums of its gates, in powers of 2. `group`
-        heads, of `blocks` blocks of columns each, share a key head."""
+        heads share a key head; each is `blocks` blocks of columns wide."""
         k, v, g, factor, totals = smem.open()
         me = warpgroup.id()
         block, segment, head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads)

@@ -41,8 +41,8 @@ LEAST = 2.0**-90  # a chunk that decays by less is strong
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape, key_dim as padded, and what it computes; varlen: the sequences lie one behind the other in one
-    batch."""
+    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. result: what a pass computes.
+    varlen: do the sequences follow one another in a single batch?"""
 
     key_dim: int
     dtype: dtype
@@ -57,12 +57,12 @@ class Config:
 
     @property
     def key(self):
-        """A chunk's tile of Q or K."""
+        """The tile of Q or K for a chunk."""
         return st(CHUNK, self.key_dim, self.dtype)
 
     @property
     def value(self):
-        """A consumer's tile of a chunk of V, Z or the output."""
+        """A consumer's tile of V, Z or the output for a chunk."""
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
@@ -76,14 +76,14 @@ class Config:
 
 
 def serves(form, columns: int) -> bool:
-    """Can this be computed here? form: the chunk_hopper.Config that would do it otherwise; columns: blocks of 64 value columns,
-    of all heads, that share keys."""
+    """Can this kernel do the work? form: the chunk_hopper.Config that would do it otherwise. columns: how many blocks of 64
+    value columns, of all heads together, share a key head."""
     fits = isinstance(form.gate, BySteps) and form.dtype is bf16 and form.key_dim in KEY_DIMS
     return fits and isinstance(form.result, Outputs) and columns % CONSUMERS == 0
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: without `everything` those of the plainest result."""
+    """The configurations; without `everything` those of the plainest result only."""
     if arch == "sm_90a":
         full = BySteps(softplus=True), Outputs(skip=True, silu=True)
         for key_dim, form, varlen in itertools.product(KEY_DIMS, ((BySteps(), Outputs()), full), (False, True)):
@@ -123,8 +123,8 @@ def make(config: Config):
         gBias: array(2), gSkip: array(2), gO: sequences.output(config.value), gStart: array(4), gState: array(4), gEnds: ENDS,
         length: INT, blocks: INT, heads: INT, group: INT, width: INT,
     ):  # fmt: skip
-        """O and the state after each sequence. `group` value heads, of `width` blocks of 64 columns each, share a key head, and
-        have `blocks` thread blocks."""
+        """The outputs and the state after each sequence. `group` value heads share a key head; each is `width` blocks of 64
+        columns wide, and together they have `blocks` thread blocks."""
         q, k, v, z, p, b, a, since, factor, staged = smem.open()
         me = warpgroup.id()
         block, _, key_head, sequence = assigned(cuda.blockIdx.x, blocks, 1, heads)

@@ -37,7 +37,8 @@ FLOOR, LOG2_E = 1e-6, math.log2(math.e)
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's form: dtype; whether several sequences lie one behind the other in one batch."""
+    """A kernel's configuration. dtype: of q, k, v, the maps and out. varlen: do the sequences follow one another in a single
+    batch?"""
 
     dtype: dtype
     varlen: bool = False
@@ -48,17 +49,17 @@ class Config:
 
     @property
     def rows(self):
-        """A chunk's tile of Q, K or V."""
+        """The tile of Q, K or V for a chunk."""
         return st(CHUNK, HEAD, self.dtype)
 
     @property
     def map(self):
-        """A head's tile of a feature map."""
+        """The tile of a head's feature map."""
         return st(HEAD, HALF, self.dtype)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """All configurations; fp16, whose code takes the same registers as bf16's, with `everything` only."""
+    """All configurations. Those for fp16, whose code takes as many registers as bf16's, come with `everything` only."""
     if arch == "sm_90a":
         yield from itertools.starmap(Config, itertools.product((bf16, fp16) if everything else (bf16,), (False, True)))
 
@@ -87,7 +88,7 @@ def make(config: Config):
 
     @inlined
     def features(x, weight):
-        """The two halves of weight * f, of x from a map."""
+        """weight * f(x), as its two halves. x: the product with the map."""
         x = x * LOG2_E
         up, down = exp2(x - row_max(x)), exp2(row_min(x) - x)
         over, under = row_sum(up), row_sum(down)
@@ -95,13 +96,13 @@ def make(config: Config):
 
     @inlined
     def put(ring, j, tile):
-        """Hand the warpgroup's tile over as the ring's j-th."""
+        """Put the warpgroup's tile into the j-th slot of a ring."""
         warpgroup.store(ring.claim(j), tile)
         ring.publish(j)
 
     @inlined
     def own_sums(tile, half):
-        """The sums of the tile's columns, those of 16 columns in each warp; half of the columns."""
+        """The sums over the rows of a tile, for one half of its columns. Each warp has those of 16 columns."""
         return row_sum(fp32(warpgroup.load_transposed(subtile(tile, CHUNK, 0, HALF, half), TRANSPOSED)))
 
     @cuda.jit(launch_bounds=(THREADS, 1), fastmath=True)
@@ -109,7 +110,7 @@ def make(config: Config):
         gQ: ROWS, gK: ROWS, gV: ROWS, gQMap: MAP, gKMap: MAP, gAlphas: array(1), gBetas: array(1), gO: array(4, INPUT),
         gEnds: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """O of one of the values' heads, of which `group` share a key head; `scale` is log2(e) / sqrt(D)."""
+        """The outputs of one of the heads of the values, of which `group` share a key head. scale: log2(e) / sqrt(D)."""
         q, k, v, maps, window, of_q, of_k, state, near_sum, far_sum, z_up, z_down = smem.open()
         sequence, head = divmod(cuda.blockIdx.x, heads)
         key_head, _ = divmod(head, group)

@@ -38,16 +38,16 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     return decay_frame.space(Config, SIZES, arch, everything)
 
 
 class Frame(decay_frame.Frame):
-    """Keeps k', too."""
+    """The frame of KDA's kernel, which also keeps k'."""
 
     @inlined
     def keep(self, decayed, query, key, since, strong):
-        """k' = k exp(b - r)"""
+        """Store k' = k exp(b - r)."""
         store(decayed, key * since)
 
 
@@ -84,8 +84,8 @@ def make(config: Config):
         gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: sequences.output(config.value), gStart: array(4),
         gState: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """O and the state after each sequence, of which each of the `segments` has blocks of its own, and begins with a state
-        of gStart. `group` value heads, of `blocks` blocks of columns each, share a key head."""
+        """The outputs of a segment, and the state after it. Each of the `segments` of a sequence has thread blocks of its own,
+        and begins with a state of gStart. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
         q, k, kept, g, v, t, p, factor, flag, high, low, out, totals = smem.open()
         me = warpgroup.id()
         block, segment, head, sequence = assigned(cuda.blockIdx.x, blocks, segments, heads * group)

@@ -26,23 +26,23 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 
 
 class Config(decay_frame.Config):
-    """A kernel's shape: consumers of 64 columns of a state each."""
+    """A kernel's configuration: see decay_frame.py. consumers: each has 64 columns of a state."""
 
     def __str__(self):
         return f"states, {super().__str__()}"
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The legal configurations: of varlen ones and of fp16 not all, unless `everything`."""
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     return decay_frame.space(Config, SIZES, arch, everything)
 
 
 class Frame(decay_frame.Frame):
-    """Of keys alone."""
+    """The frame without queries."""
 
     @inlined
     def change_keys(self, keys, decayed, sums, ends, factor, flag, warp, strong):
-        """See `change`: k* in place of k, and k' to `decayed`."""
+        """See `change`: write k* over k, and k' to `decayed`."""
         start, finish = ends * (0.0 if strong else 0.5), ends * (1.0 if strong else 0.5)
         for i in range(CHUNK // TOKENS):
             b, key = load(self.some(sums, i, warp), self.few), load(self.some(keys, i, warp), self.few)
@@ -82,8 +82,8 @@ def make(config: Config):
         gState: array(4), gEnds: ENDS, length: INT, blocks: INT, segments: INT, walked: INT, heads: INT, group: INT,
         values: INT,
     ):  # fmt: skip
-        """[N | M] of each of `walked` of the `segments` of a sequence; values: how many columns have some. `group` value heads,
-        of `blocks` blocks of columns each, share a key head."""
+        """[N | M] (maps_hopper.py) of each of `walked` of the `segments` of a sequence. values: how many columns have values,
+        those of N. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
         k, kept, g, v, t, factor, flag, high, low, totals = smem.open()
         me = warpgroup.id()
         block, segment, head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads * group)

@@ -28,13 +28,13 @@ REGISTERS = 104, 240  # a thread of two loaders, and of the warpgroup beside the
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: key dim as padded."""
+    """A kernel's configuration. key_dim: the channels of keys, padded."""
 
     key_dim: int
 
     @property
     def loaders(self):
-        """Warpgroups that load a matrix."""
+        """The warpgroups that load a matrix."""
         return self.key_dim // ROWS
 
     @property
@@ -64,7 +64,8 @@ def make(config: Config):
     def carry_on(
         gLeft: array(4), gStart: array(4), gStarts: array(4), blocks: INT, segments: INT, heads: INT, values: INT,
     ):  # fmt: skip
-        """The states before the `segments` of a head, for one of `blocks` blocks of columns; values: columns of a state."""
+        """The states before the `segments` of a head, for one of `blocks` blocks of columns. values: how many columns a state
+        has."""
         high, low = smem.open()
         pair, block = divmod(cuda.blockIdx.x, blocks)
         sequence, head = divmod(pair, heads)

@@ -16,7 +16,7 @@ TINY = 1e-10  # added to a normalizer, as flash-linear-attention does
 
 @static
 class Result:
-    """What the results have in common, and differ in: see Outputs for the last three."""
+    """What a pass over a sequence computes. These are the defaults; `skip`, `divided` and `silu` are explained at Outputs."""
 
     outputs = True  # are there any? If so, queries are read
     values = True  # are values read? If not, all of them are 1
@@ -27,7 +27,7 @@ class Result:
 
     @inlined
     def fill(self, v, z, j, gV, gZ, at):
-        """Have the j-th tiles of values, and of z, brought from the coordinates `at`."""
+        """Have TMA bring the j-th tile of values, and of z, from the coordinates `at`."""
         v.fill(j, gV, at)
 
     @inlined
@@ -37,36 +37,37 @@ class Result:
 
     @inlined
     def release(self, v, j):
-        """The j-th tile of values has been read."""
+        """Say that the j-th tile of values has been read."""
         v.release(j)
 
     @inlined
     def skipped(self, o, values, d, kind):
-        """o + D v; kind: the type of a warp's v, and of its z."""
+        """o + D v. d: D of the tile's columns. kind: the type of a warp's part of v and of z."""
         return o
 
     @inlined
     def finish(self, o, z, j, gDivisor, at, kind):
-        """What becomes of outputs before they are stored; `at`: the coordinates of their divisors."""
+        """The outputs as they are stored. at: the coordinates of their divisors. kind: see skipped."""
         return o
 
     @inlined
     def store(self, sequences, gO, tile, o, span, token, head, column):
-        """Write the outputs of the chunk that begins at `token`, by way of a shared tile, or where sequences follow each other
-        from registers. The warps meet: all have read the state that the next one replaces."""
+        """Write the outputs of the chunk that begins at `token`: through a shared tile, or from registers if sequences follow
+        one another. The warps meet here, so that all have read the state before the next one replaces it."""
         if sequences.varlen:
             warpgroup.sync()
         sequences.store(gO, tile, o, span, token, head, column)
 
 
 class States(Result):
-    """The states that segments by themselves end with."""
+    """Only states: what segments leave by themselves."""
 
     outputs = False
 
 
 class Normalizer(Result):
-    """What outputs are to be divided by: the outputs for values that are all 1, one fp32 number a row and head."""
+    """The numbers that outputs are divided by: the outputs for values that are all 1, one fp32 number for each row and
+    head."""
 
     values = False
 
@@ -84,14 +85,14 @@ class Normalizer(Result):
 
     @inlined
     def store(self, sequences, gO, tile, o, span, token, head, column):
-        """One of the columns, which are all the same."""
+        """Store one of the columns, which are all the same."""
         warpgroup.sync()  # no store by TMA, before which the warps would meet
         warpgroup.store(truncate(gO, 1, span.end), row_max(o), (span.batch, token, head), cols=1)
 
 
 @static
 class Outputs(Result):
-    """(o + D v) / normalizer * silu(z), of which D (`skip`), the division (`divided`) and silu(z) (`silu`) may be left out."""
+    """(o + D v) / normalizer * silu(z). skip: is D v added? divided: is there a normalizer? silu: is there z?"""
 
     skip: bool = False
     divided: bool = False
@@ -123,8 +124,8 @@ class Outputs(Result):
 
 
 def forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, Result, bool]]:
-    """(gate, result, varlen) that are computed with this kind of gates, all but scales `apart`: the plainest first, and with
-    `everything` the others, of which Mamba-2's additions come all at once."""
+    """(gate, result, varlen) of all that is computed with gates of this kind, except for scales `apart`. The plainest comes
+    first, the others with `everything` only. Mamba-2's additions come all at once."""
     yield kind(), Outputs(), False
     if everything and kind is BySteps:
         yield from ((BySteps(), States(), False), (BySteps(), Outputs(), True))

@@ -21,7 +21,7 @@ TILE = rt(16, 64, fp32)
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: is there a state to begin with?"""
+    """A kernel's configuration. begun: is there a state to begin with?"""
 
     begun: bool
     threads = LANES
@@ -31,7 +31,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """The configurations."""
     yield from (Config(False), Config(True))
 
 
@@ -45,7 +45,7 @@ def make(config: Config):
         gLocal: array(5), gTotal: array(4), gBegin: array(4), gM: array(3), gLeft: array(4),
         heads: INT, segments: INT, rows: INT, cols: INT,
     ):  # fmt: skip
-        """One of `rows` x `cols` tiles of a state."""
+        """Add up one of the `rows` x `cols` tiles of a state."""
         pair, tile = divmod(cuda.blockIdx.x, rows * cols)
         number, head = divmod(pair, heads)
         row, col = divmod(tile, cols)

@@ -23,7 +23,7 @@ AT_ONCE = 4  # segments
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: does every channel decay by itself?"""
+    """A kernel's configuration. channels: does each channel have a decay of its own?"""
 
     channels: bool
     threads = LANES
@@ -33,7 +33,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """The configurations."""
     yield from (Config(False), Config(True))
 
 
@@ -44,7 +44,7 @@ def make(config: Config):
 
     @inlined
     def left(gLocal, gTotal, number, head, n, row, col):
-        """(what segment n multiplies a state with, what it adds to it)"""
+        """(the factor by which segment n multiplies a state, what it adds to the state)"""
         local = load(gLocal, TILE, (number, head, n, row, col), aligned=True)
         if CHANNELS:
             return exp2(load(gTotal, ALONG, (number, head, n, col))), local
@@ -53,7 +53,8 @@ def make(config: Config):
 
     @inlined
     def behind(state, of, gStarts, n, last, first, head, row, col):
-        """The state behind segment n, where the next one begins if there is one. of: what that segment left."""
+        """The state after segment n, stored as the state before the next one, if there is a next one. of: what `left` returned
+        for segment n."""
         kept, local = of
         if n < last:
             state = state * kept + local
@@ -65,7 +66,7 @@ def make(config: Config):
         gLocal: array(5), gTotal: array(4), gStart: array(4), gStarts: array(4),
         heads: INT, segments: INT, rows: INT, cols: INT,
     ):  # fmt: skip
-        """One of `rows` x `cols` tiles of the states before the `segments` of a head."""
+        """Compute one of the `rows` x `cols` tiles of the states before the `segments` of a head."""
         pair, tile = divmod(cuda.blockIdx.x, rows * cols)
         number, head = divmod(pair, heads)
         row, col = divmod(tile, cols)

@@ -39,9 +39,9 @@ FLAGS = "delta", "normalize", "varlen", "single"
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's shape: rows of a state, and whether a decay is the token's or the channel's, or there is none (""); it is the
-    delta rule; the output is normalized; the sequences lie one behind the other in one batch; there is a single token, and
-    states that can be moved 16 bytes at a time."""
+    """A kernel's configuration. key_dim: the rows of a state. decay: "token" or "channel", what has a decay of its own, "" if
+    nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: do the sequences follow one another
+    in a single batch? single: is there one token only, with states that can be moved 16 bytes at a time?"""
 
     key_dim: int
     decay: str = ""
@@ -52,13 +52,13 @@ class Config:
 
     @property
     def together(self):
-        """Do the warps of a block share a state's rows?"""
+        """Do the warps of a block share the rows of a state?"""
         return self.key_dim > WIDE
 
     @property
     def breadth(self):
-        """How many times the usual warps and columns: of a single token, where moving the state is all that takes time, a block
-        that has few columns moves twice as many, 128 bytes of a row."""
+        """By how much the usual numbers of warps and columns are multiplied. For a single token all time goes into moving the
+        state; a block with few columns then moves twice as many, 128 bytes of a row."""
         return 2 if self.together and self.single else 1
 
     @property
@@ -78,8 +78,8 @@ class Config:
 
     @property
     def blocks(self):
-        """Blocks of a multiprocessor. z takes as much room as the state; sums that are added up, or all vectors that there can
-        be, as much as 16 rows of it."""
+        """Blocks that share a multiprocessor, by the registers that they take. z takes as many as the state. Sums that are
+        added up, or all vectors that may be needed, take as many as 16 rows of it."""
         sums = 16 * (self.together or (self.delta and self.decay == "channel"))
         rows = self.rows * (self.breadth + self.normalize) + sums
         return next(blocks for limit, blocks in BLOCKS.items() if rows <= limit) // self.breadth
@@ -95,7 +95,8 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The greatest key dims, which take the most registers: decays of channels and normalizers, or `everything`."""
+    """The configurations that take the most registers, those of the greatest key dims: with decays of channels or a
+    normalizer, and with `everything` all others."""
     for key_dim, decay, delta in itertools.product(GREATEST, ("", "token", "channel"), (False, True)):
         if everything or decay == "channel":
             yield from (Config(key_dim, decay, delta, varlen=not single, single=single) for single in (True, False))
@@ -114,7 +115,7 @@ def make(config: Config):
 
     @inlined
     def total(x, scratch):
-        """The sum of what the warps that hold a state bring."""
+        """The sum of what the warps that share a state have."""
         if TOGETHER:
             return block.reduce_sum(x, scratch)
         else:
@@ -122,7 +123,8 @@ def make(config: Config):
 
     @inlined
     def decayed_by(gDecay, which, token, head, row, column):
-        """The factor of a state. A decay that is the token's is the same for all rows and columns, and lies in memory once."""
+        """The factor by which a state decays. If it is one for each token, it is the same for all rows and columns, and lies
+        in memory once."""
         if DECAY == "channel":
             return exp(load(gDecay, KEYS, (which, token, head, row), aligned=True))
         elif DECAY == "token":
@@ -136,7 +138,8 @@ def make(config: Config):
         gStart: array(4), gState: array(4), gStartZ: array(3), gStateZ: array(3), gEnds: ENDS,
         parts: INT, group: INT, length: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A block a head of a sequence, and of the `parts` of its state one, or one a warp; `group` heads share a key."""
+        """Each block works on a head of a sequence. `parts` blocks, or warps, share the columns of a state. `group` heads
+        share a key head."""
         warp, head, sequence = cuda.threadIdx.x // 32, cuda.blockIdx.y, cuda.blockIdx.z
         if TOGETHER:
             sums, products = smem.open()
@@ -182,8 +185,8 @@ def launch(
     single: bool = False,
     columns: int = 0,
 ) -> Step:
-    """The launch for tokens (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
-    it has more than values."""
+    """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
+    it has more than there are values."""
     length, heads, key_heads, key_dim, value_dim, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
     columns = columns or value_dim
     decay = arrays.get("gDecay")
@@ -212,8 +215,8 @@ def launch(
 
 
 def _of_tokens(given: Operand | None, problem: Problem, columns: int) -> Operand | None:
-    """A decay or beta of each token as (B, S, H, columns of a state or more): axes that it has not are steps of 0 bytes. One of
-    each channel as it is."""
+    """A decay or beta of each token as (B, S, H, columns): along axes that it lacks, its elements are repeated by steps of 0
+    bytes. A decay of channels is returned as it is."""
     if given is None or len(given.form.shape) == 4:
         return given
     if len(given.form.shape) == 1:

@@ -12,7 +12,7 @@ CHUNK, COLUMNS = 64, 64  # tokens; value columns of a consumer
 
 
 class Span(NamedTuple):
-    """The tokens [first, end) of a sequence or a segment, and the batch that it lies in."""
+    """The tokens [first, end) of a sequence or of a segment, and the number of the batch in which they lie."""
 
     first: Any
     end: Any
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
     @inlined
     def chunks(self):
-        """How many chunks it has, the last one maybe shorter."""
+        """The number of chunks. The last one may be shorter than the others."""
         return int32((self.end - self.first + CHUNK - 1) // CHUNK)
 
     @inlined
@@ -30,13 +30,13 @@ class Span(NamedTuple):
 
     @inlined
     def left(self, j):
-        """How many tokens are left from there on."""
+        """The number of tokens from the j-th chunk on."""
         return int32(self.end - self.first - CHUNK * j)
 
 
 @inlined
 def assigned(x, blocks, segments, heads):
-    """Of thread block x: which block of columns, segment, head and sequence it works on."""
+    """(block of columns, segment, head, sequence) that thread block x works on."""
     x, block = divmod(x, blocks)
     x, segment = divmod(x, segments)
     sequence, head = divmod(x, heads)
@@ -45,13 +45,14 @@ def assigned(x, blocks, segments, heads):
 
 @static
 class Sequences:
-    """How sequences lie: each in a batch of its own, or with `varlen` one behind the other in one batch (cu_seqlens). There the
-    last chunk of one overlaps the next, whose numbers must not be seen, for they may be NaN, nor overwritten."""
+    """Where sequences lie: each in a batch of its own, or with `varlen` one after another in a single batch (cu_seqlens).
+    There the last chunk of one sequence overlaps the next sequence, whose numbers must not be read, for they may be NaN, nor
+    overwritten."""
 
     varlen: bool = False
 
     def output(self, tile):
-        """The declaration of an output that is written by tiles of this type."""
+        """How a kernel declares an output that is written by tiles of this type."""
         return array(4, tile.dtype) if self.varlen else tiled(tile, unit=1)
 
     @inlined
@@ -64,14 +65,15 @@ class Sequences:
 
     @inlined
     def segment(self, gEnds, sequence, length, segment, segments):
-        """The Span of one of a sequence's segments: whole chunks, but for the end of the sequence."""
+        """The Span of one of a sequence's segments. Each is a number of whole chunks, except at the end of the sequence."""
         first, end, batch = self.span(gEnds, sequence, length)
         step = CHUNK * ((end - first + CHUNK * segments - 1) // (CHUNK * segments))
         return Span(int32(min(end, first + segment * step)), int32(min(end, first + (segment + 1) * step)), batch)
 
     @inlined
     def clear(self, tile, left, groups=1):
-        """Zero the rows of a shared tile that are another sequence's, all but `left`: the work of `groups` warpgroups."""
+        """Set to zero the rows of a shared tile that belong to another sequence, all but the first `left`. groups: how many
+        warpgroups do this together."""
         if self.varlen and left < CHUNK:
             warpgroup.zero_rows(tile, left, groups)
 
@@ -85,13 +87,14 @@ class Sequences:
 
     @inlined
     def store_rows(self, gO, o, span, token, head, block):
-        """Write the rows of o, outputs of the chunk that begins at `token`, that are the sequence's own: 64 columns."""
+        """Write 64 columns of o, the outputs of the chunk that begins at `token`; only the rows that belong to the
+        sequence."""
         at = span.batch, token, head, COLUMNS * block
         warpgroup.store(truncate(gO, 1, span.end), o, at, rows=1, cols=3, aligned=True)
 
     @inlined
     def store(self, gO, tile, o, span, token, head, block):
-        """The same, from a shared tile by TMA where no sequence follows, which it would overwrite."""
+        """The same; from a shared tile by TMA, if no other sequence follows that it would overwrite."""
         if self.varlen:
             self.store_rows(gO, o, span, token, head, block)
         else:

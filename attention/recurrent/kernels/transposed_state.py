@@ -9,7 +9,7 @@ from .tokens import CHUNK, Sequences
 
 @static
 class TransposedState:
-    """States for keys of key_dim channels, as padded, and tiles of this dtype."""
+    """States for keys of key_dim channels, padded, and shared tiles of this dtype."""
 
     key_dim: int
     dtype: dtype
@@ -17,12 +17,12 @@ class TransposedState:
 
     @property
     def values(self):
-        """A warp's part of a chunk of values, transposed."""
+        """The type of a warp's part of a chunk's values, transposed."""
         return rt(16, CHUNK, self.dtype)
 
     @inlined
     def read(self, s_t, keys, queries):
-        """(S^T K^T, S^T Q^T), by 64 columns of S^T at a time: registers for all of them, rounded, there are not."""
+        """(S^T K^T, S^T Q^T), computed from 64 columns of S^T at a time, because registers do not hold all of it rounded."""
         state = self.dtype(columns(s_t, 64, 0))
         u = warpgroup.mm_ABt(state, subtile(keys, CHUNK, 0, 64, 0))
         o = warpgroup.mm_ABt(state, subtile(queries, CHUNK, 0, 64, 0))
@@ -45,7 +45,7 @@ class TransposedState:
 
     @inlined
     def store(self, gO, tile, o, span, token, head, block):
-        """Write the transposed outputs of the chunk that begins at `token`, by way of the consumer's shared tile."""
+        """Write the transposed outputs of the chunk that begins at `token`, through the consumer's shared tile."""
         warpgroup.store_wait()
         warpgroup.sync()
         warpgroup.store_transposed(tile, o)

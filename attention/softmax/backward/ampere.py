@@ -11,8 +11,9 @@ It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many 
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numba import cuda
@@ -29,15 +30,15 @@ from ..ampere import LARGE, ROOM, SHARED_BYTES
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig
-from .dq_order import Ordered
-from .dq_parts import BAND, PANEL, Held
+from .dq_order import UNORDERED, Ordered, Unordered
+from .dq_parts import BAND, PANEL, Direct, Held
 
 
 @dataclass(frozen=True)
 class Config(BackwardConfig):
     """A kernel's shape: keys that a warp owns; queries whose scores it has at once; do two warps own the same keys? Blocks that
     a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
-    and strides are multiples of."""
+    and strides are multiples of. alone: does a block have all keys, and each query see one?"""
 
     own: int
     step: int
@@ -45,10 +46,19 @@ class Config(BackwardConfig):
     resident: int
     together: int = 1
     piece: int = 16
+    alone: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self):
+        if self.parts.count % self.warps:
+            raise ValueError(f"{self.warps} warps cannot have as many of {self.parts.count} parts of dQ each: {self}")
 
     @property
     def in_order(self) -> Ordered:
         return Ordered(self.warps, False)
+
+    @property
+    def order(self) -> Unordered:
+        return UNORDERED if self.alone else super().order
 
     @property
     def warps(self) -> int:
@@ -61,6 +71,11 @@ class Config(BackwardConfig):
         return LANES * self.warps
 
     @property
+    def local_bytes(self) -> int:
+        """What registers leave over, of a thread: of shapes that were timed to be faster all the same."""
+        return LOCAL.get((self.head_dim, self.kv), 0) if self.together == QUAD else 0
+
+    @property
     def learners(self) -> int:
         """How many warps of a block leave what they have learnt."""
         return self.kv // self.own
@@ -68,19 +83,38 @@ class Config(BackwardConfig):
     @property
     def parts(self) -> Held:
         """How dQ is cut."""
-        return Held(self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together)
+        cut = self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together
+        return Direct(*cut, self.result) if self.alone else Held(*cut)
 
     def __str__(self):
-        return super().__str__() + f", by {self.piece} bytes" * (self.piece != 16)
+        return super().__str__() + " alone" * self.alone + f", by {self.piece} bytes" * (self.piece != 16)
 
 
-SHAPES = {  # padded head_dim: (kv, queries, own, step, apart, resident)
+Shape = tuple[int, int, int, int, bool, int]  # kv, queries, own, step, apart, resident
+SHAPES: dict[int, Shape] = {  # of a padded head_dim
     64: (64, 64, 16, 64, False, 2),
     128: (64, 64, 16, 64, True, 1),
     256: (32, 32, 16, 32, True, 1),
 }
 PLAIN = SHAPES | {128: (64, 64, 32, 64, True, 2)}  # where scores take no registers of their own
 ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90 and sm_100
+SHORT: dict[int, list[tuple[float, float, Shape]]] = {  # ... and sequences have up to so many queries and keys: sm_90
+    64: [(64, math.inf, (64, 64, 16, 32, False, 3)), (128, 128, ROOMY[64])],
+    128: [(32, 32, (32, 32, 16, 32, True, 2)), (32, math.inf, (64, 32, 32, 32, True, 2)), (64, 64, PLAIN[128])],
+}
+LOCAL = {(64, 128): 48, (64, 64): 16}  # by padded head_dim and keys of a block
+
+
+def short(head_dim: int, value_dim: int, variant: Variant, queries: int, keys: int) -> Shape | None:
+    """The shape for which these kernels are faster than Hopper's, if there is one. So few queries and keys leave a warpgroup's
+    products half empty, and two or three blocks of four warps hide each other's waits."""
+    shapes = [] if variant.scored else SHORT.get(padded_dim(head_dim, value_dim), [])
+    return next((shape for most, most_keys, shape in shapes if queries <= most and keys <= most_keys), None)
+
+
+def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
+    """The next larger dim of SHAPES, which must hold both."""
+    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
 
 
 @functools.lru_cache(1024)
@@ -91,21 +125,28 @@ def config_for(
     piece: int = 16,
     value_dim: int | None = None,
     room: int = SHARED_BYTES,
+    shape: Shape | None = None,
     **kind: Any,
 ) -> Config:
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, both as the greater one. kind: see BaseConfig."""
+    dims, both as the greater one. shape: see `short`. kind: see BaseConfig."""
     since_hopper = room >= LARGE
     shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
-    padded = min(d for d in shapes if d >= max(head_dim, value_dim or head_dim))
-    return Config(padded, padded, dtype, variant, *shapes[padded], QUAD if since_hopper else 1, piece, **kind)
+    padded = padded_dim(head_dim, value_dim)
+    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        yield config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES))
+        config = config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES))
+        yield from (config, replace(config, alone=True))
+        if arch == "sm_90a":
+            for _, _, shape in SHORT.get(head_dim, []):
+                if shape != ROOMY[head_dim]:
+                    of_short = config_for(head_dim, of, variant, piece, room=LARGE, shape=shape)
+                    yield from (of_short, replace(of_short, alone=True))
 
 
 @functools.cache
@@ -116,7 +157,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
-    EACH = parts.count // WARPS  # how many parts of dQ a warp has
+    EACH, SUMS = parts.count // WARPS, parts.array  # how many parts of dQ a warp has; where they go
     DK, DV, PART = rt(OWN, config.head_dim, fp32), rt(OWN, config.value_dim, fp32), rt(BAND, PANEL, fp32)
     SCORES, S, P = rt(OWN, STEP, fp32), rt(STEP, OWN, fp32, "col"), rt(STEP, OWN, INPUT, "col")
     smem = shared(
@@ -180,28 +221,30 @@ def make(config: Config):
         return sum, learnt
 
     @inlined
-    def add(n, keys, ds, gSum, pair, tile):
+    def add(n, keys, ds, gSum, pair, tile, unit):
         """Part n of what a block adds to a tile of dQ."""
         (down, right), part = divmod(n, PANELS), zeros(PART)
         for m in range(OWNERS):
             part = mma_AB(part, subtile(ds, BAND, BANDS * m + down), subtile(keys, OWN, m, PANEL, right))
-        parts.add(gSum, part, pair, tile, n)
+        parts.add(gSum, part, pair, tile, n, unit)
 
     step = apart if APART else alone
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: array(3),
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: SUMS,
         gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, scale: FLOAT, unit: FLOAT,
+        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
-        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
-        before the variant made something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
+        what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
+        each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
+        something of it, it was `unit` Q K^T."""
         k, v, q, do, ds = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
-        number, batch, kv_head = sequences.find_keys(number, pair, heads, KV, given)
+        number, batch, share = sequences.find_keys(number, pair, heads, KV, given)
+        subgroup, span = divmod(share, spans)
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_number()
         if not sequences.has_keys(key, batch, given):
             return
@@ -211,18 +254,19 @@ def make(config: Config):
             end, end_k = own.query + own.queries, sequences.last_key(batch, given)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
-        at = At(batch, group * kv_head, int32(0), int32(own.keys - own.queries), own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at, group)
+        at = At(batch, group * subgroup, int32(0), int32(own.keys - own.queries), own.queries, own.keys, given, aux, 0)
+        every = tiling.span(tiling.tiles(key, at, group), span, spans)
         first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
         tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
+        kv_head, _ = divmod(share, shares)
         k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
         v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        q.fill(0, gQ, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
-        do.fill(0, gDO, (own.batch, first, group * kv_head, 0), 1, 3, tiles, PIECE)
+        q.fill(0, gQ, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
+        do.fill(0, gDO, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
         keys, values = subtile(every_key, OWN, mine), subtile(v.wait(0, 2), OWN, mine)
         sums, learnt = zeros(DK) if APART else (zeros(DK), zeros(DV)), learns.begin(SCORES)
-        head, i = int32(group * kv_head), int32(0)
+        head, i, of = int32(group * subgroup), int32(0), int32(group * divmod(pair, spans)[0])
         for j in range(tiles):
             nth = order.nth(every.n, i)
             tile = tiling.tile(every, nth, key, at, group)
@@ -236,30 +280,29 @@ def make(config: Config):
             later = own.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
-            of = int32(group * heads * own.batch + head)
             behind = order.behind(tiling, number, tile, at, group)
             order.take(given, of, to, 0, behind)
             if APART:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
-                    add(n, every_key, ds, gSum, of, to)
+                    add(n, every_key, ds, gSum, of, to, unit)
                     n = int32(n + WARPS)
             else:
                 for n in range(EACH):
-                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to)
+                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to, unit)
             order.give(given, of, to, 0, behind)
             if last:
                 if not APART or warp >= OWNERS:
                     learns.give(learnt, given, here, int32(OWNERS * line + mine))
                 learnt = learns.begin(SCORES)
-            head, i = int32(head + 1) if last else head, int32(0) if last else int32(i + 1)
+            head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
         row = own.key + own_key
         if not APART:
-            result.store(gDK, sums[0] * unit, (own.batch, row, kv_head, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], at), (own.batch, row, kv_head, 0), PIECE)
+            result.store(gDK, sums[0] * unit, (own.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], at), (own.batch, row, share, 0), PIECE)
         elif warp >= OWNERS:
-            result.store(gDK, sums * unit, (own.batch, row, kv_head, 0), PIECE)
+            result.store(gDK, sums * unit, (own.batch, row, share, 0), PIECE)
         else:
-            result.store(gDV, variant.output(sums, at), (own.batch, row, kv_head, 0), PIECE)
+            result.store(gDV, variant.output(sums, at), (own.batch, row, share, 0), PIECE)
 
     return attend, smem

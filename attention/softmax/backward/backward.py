@@ -143,7 +143,8 @@ def backward(
     The derivative of score is found by running it once on symbolic terms. So score may do all that it may in forward, except
     `map`. Tiles of queries that see no key of a block are skipped, as forward skips blocks of keys.
 
-    deterministic: sums are taken in float32 and rounded once. Those of dq are taken as they come, so its last bits differ
+    deterministic: sums are taken in float32 and rounded once; but where few blocks of keys would leave multiprocessors idle,
+    dk and dv are summed of several parts, each of which was rounded. Sums of dq are taken as they come, so its last bits differ
     from call to call; with deterministic=True they are taken in a fixed order, and all bits are the same in every call on
     the same kind of GPU.
 

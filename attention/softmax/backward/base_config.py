@@ -17,14 +17,17 @@ from .tiling import Facing
 @dataclass(frozen=True)
 class BackwardConfig(BaseConfig):
     """The fields of such a configuration. queries: rows of a tile. ordered, stores: see dq_order.py. adds: see results.py.
-    learns: see slopes.py."""
+    learns: see slopes.py. spans: do thread blocks share the queries that see their keys? See shares.py."""
 
     queries: int
     ordered: bool = field(default=False, kw_only=True)
     stores: bool = field(default=False, kw_only=True)
     adds: bool = field(default=False, kw_only=True)
     learns: Unasked = field(default=UNASKED, kw_only=True)
+    spans: bool = field(default=False, kw_only=True)
     early = False  # whether it begins while the grid before it ends
+    piece = 16  # the bytes that addresses and strides are multiples of
+    alone = False  # whether a block has all keys, and writes dQ
 
     @property
     def in_order(self) -> Ordered:
@@ -59,7 +62,7 @@ class BackwardConfig(BaseConfig):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return facing(self.by_list, self.ordered)(self.rows, self.kv, self.variant, self.lie.apart)
+        return facing(self.by_list, self.ordered, self.spans)(self.rows, self.kv, self.variant, self.lie.apart)
 
     @property
     def of_rows(self) -> sv:
@@ -72,4 +75,4 @@ class BackwardConfig(BaseConfig):
         return st(self.rows, self.value_dim, self.dtype)
 
     def __str__(self):
-        return super().__str__() + str(self.order) + " adds" * self.adds + str(self.learns)
+        return super().__str__() + str(self.order) + " spans" * self.spans + " adds" * self.adds + str(self.learns)

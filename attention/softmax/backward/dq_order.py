@@ -33,7 +33,7 @@ class Unordered:
 
     @inlined
     def place(self, tiling, number, blocks, pairs, band):
-        """The (block of keys, pair of key head and batch) of a thread block: see Facing."""
+        """The (block of keys, pair of share and batch) of a thread block: see Facing."""
         return tiling.place(number, blocks, pairs, band)
 
     @inlined

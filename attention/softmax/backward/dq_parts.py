@@ -3,12 +3,15 @@ object for each way, with the same methods. Parts are summed in global memory, i
 them (ops/memory/held.py): an array (pair of head and batch, row, column), in which a tile of queries has the rows of all its
 parts."""
 
+from typing import Any
+
 from numpy import int32
 
 from ops import add_held, divmod, load_held, transpose, warpgroup
 from ops import subtile as part_of
 from ops.memory.held import QUAD
 from tiles import dtype, fp32, inlined, rt, st, static
+from tiles.arguments import array
 
 ROWS, BAND, PANEL = warpgroup.ROWS, 16, 64  # rows of a part; rows of a warp; columns of a part that a warp adds
 LINE = 32  # columns of the shared tiles that parts go through
@@ -103,8 +106,13 @@ class Held(ByRows):
     def count(self) -> int:
         return self.queries * self.columns // (BAND * PANEL)
 
+    @property
+    def array(self) -> Any:
+        """The type of the array to which parts are added."""
+        return array(3)
+
     @inlined
-    def add(self, gSum, part, pair, tile, n):
+    def add(self, gSum, part, pair, tile, n, unit):
         """Add part n of a tile of queries to its sums."""
         add_held(gSum, part, self.place(pair, tile, n), self.together)
 
@@ -133,6 +141,23 @@ class Held(ByRows):
     def finish(self, gDQ, x, batch, row, head, band, result):
         down, right = divmod(band, self.columns // PANEL)
         result.store(gDQ, x, (batch, row + BAND * down, head, PANEL * right), self.piece)
+
+
+@static
+class Direct(Held):
+    """The same where a block has all keys: its parts are all there is of dQ, and are written at once, times `unit`. result: see
+    results.py."""
+
+    result: Any
+
+    @property
+    def array(self) -> Any:
+        return array(4, self.result.dtype)
+
+    @inlined
+    def add(self, gDQ, part, pair, tile, n, unit):
+        batch, head = divmod(pair, int32(gDQ.shape[2]))
+        self.finish(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
 
 
 def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:

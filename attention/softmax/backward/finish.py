@@ -1,6 +1,7 @@
 """Runs after the main kernel of the gradients: makes dQ of its sums, which are float32 and in the order of the tensor cores."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -55,7 +56,8 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
+    configs = itertools.chain.from_iterable(module.space(arch, everything) for module in (hopper, ampere))
+    yield from dict.fromkeys(config_of(config) for config in configs if not config.alone)
 
 
 @functools.cache

@@ -50,13 +50,23 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
-    padded = min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+    padded = padded_dim(head_dim, value_dim)
     shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
     if variant.brings and padded == 64:  # there is room for no more
         shape = shape | {"ds_stages": 1}
     if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
         shape = shape | {"rounded": False}
     return Config(padded, padded, dtype, variant, **shape, **kind)
+
+
+def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
+    """The next larger dim of SHAPES, which must hold both."""
+    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
+
+
+def block_of(head_dim: int, value_dim: int) -> int:
+    """Keys of a block, in all kernels that add to dQ."""
+    return SHAPES[padded_dim(head_dim, value_dim)]["kv"]
 
 
 def finds_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:
@@ -162,29 +172,32 @@ def make(config: Config):
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
         gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, scale: FLOAT, unit: FLOAT,
+        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once,
-        and what it adds to dQ of the `group` query heads that share the head. The weight of a score s is exp2(`scale` s - lse);
-        before the variant made something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
+        what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
+        each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
+        something of it, it was `unit` Q K^T."""
         k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
-        block, batch, kv_head = sequences.find_keys(block, pair, heads, KV, given)
+        block, batch, share = sequences.find_keys(block, pair, heads, KV, given)
+        subgroup, span = divmod(share, spans)
         own, key = sequences.sequence(batch, given), int32(KV * block)
         if not sequences.has_keys(key, batch, given):
             return
-        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at, group)
+        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        every = tiling.span(tiling.tiles(key, at, group), span, spans)
         above = sequences.first_tile(batch, given)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias), own, block, kv_head, every, key, at, group, above)
+                arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
+                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, above)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, pair, every, key, at, group, above)
+                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
@@ -197,7 +210,7 @@ def make(config: Config):
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
-                stands = at._replace(head=int32(group * kv_head + h))
+                stands = at._replace(head=int32(group * subgroup + h))
                 kept, learnt = variant.keep(stands), learns.begin(SCORES)
                 for i in range(every.n):
                     nth, then = order.nth(every.n, i), order.nth(every.n, i + 1 if i + 1 < every.n else 0)
@@ -213,7 +226,7 @@ def make(config: Config):
             if sequences.packed:
                 end = sequences.last_key(batch, given)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            result.store_four(gDK, dk * unit, (own.batch, row, kv_head, K_COLS * (me % SHARE)))
-            result.store_four(gDV, variant.output(dv, at), (own.batch, row, kv_head, V_COLS * (me % SHARE)))
+            result.store_four(gDK, dk * unit, (own.batch, row, share, K_COLS * (me % SHARE)))
+            result.store_four(gDV, variant.output(dv, at), (own.batch, row, share, V_COLS * (me % SHARE)))
 
     return attend, smem

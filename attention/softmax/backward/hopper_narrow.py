@@ -159,24 +159,26 @@ def make(config: Config):
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
         gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, scale: FLOAT, unit: FLOAT,
+        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
         k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
-        batch, kv_head = divmod(pair, heads)
+        batch, share = divmod(pair, heads)
+        subgroup, span = divmod(share, spans)
         own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at, group)
+        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        every = tiling.span(tiling.tiles(key, at, group), span, spans)
         tiles, row = int32(group * every.n), own.key + key
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
-                bring((gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias), own, block, kv_head, every, key, at, group, 0)
+                arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
+                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, pair, every, key, at, group, 0)
+                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, 0)
         elif me == GATHERER:
             warpgroup.claim_registers(take)
             dk, rings = zeros(DK), (q, do, ds, dq, sums, bias)
@@ -184,7 +186,7 @@ def make(config: Config):
                 every_key = k.wait(0)
                 for j in range(tiles):
                     dk = gathered(int32(j), dk, rings, every_key)
-            store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, kv_head, 16 * warpgroup.rank()), 1, 3, True)
+            store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, share, 16 * warpgroup.rank()), 1, 3, True)
         else:
             warpgroup.claim_registers(claim)
             if TURNS:
@@ -202,6 +204,6 @@ def make(config: Config):
                     cut = tiling.cut(every, order.nth(every.n, i))
                     dv = step(int32(j), dv, cut, rings, keys, values, here, key, scale)
                 publish(last, rings)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row + EACH * me, kv_head, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (own.batch, row + EACH * me, share, 0), 1, 3, True)
 
     return attend, smem

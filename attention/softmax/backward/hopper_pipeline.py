@@ -85,7 +85,7 @@ def bringing(config: Config, ahead: bool = False):
         registers.)"""
         gK, gV, gQ, gDO, gSums = arrays
         k, v, q, do, sums, bias = rings
-        tiles, head, place = int32(group * every.n), int32(group * kv_head), order.start(every)
+        tiles, head, place = int32(group * every.n), int32(at.head), order.start(every)
         at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
         if AHEAD or tiles > 0:
             k.fill(0, gK, at_keys)
@@ -102,7 +102,7 @@ def bringing(config: Config, ahead: bool = False):
             sums.fill(j, gSums, (own.batch, head, int32(above + tile)))
             head, place = order.following(every, head, place)
         if AHEAD:
-            q.fill(tiles, gQ, (own.batch, 0, group * kv_head))
+            q.fill(tiles, gQ, (own.batch, 0, at.head))
 
     return bring
 

@@ -113,34 +113,36 @@ def make(config: Config):
         return INPUT(weights)
 
     @inlined
-    def place(j, every, at, group, kv_head):
+    def place(j, every, at, group, subgroup):
         """(where tile j of queries lies, must it be masked?)"""
         h, i = divmod(j, every.n)
-        here = at._replace(head=int32(group * kv_head + h), row=int32(ROWS * (every.first + i)))
+        here = at._replace(head=int32(group * subgroup + h), row=int32(ROWS * (every.first + i)))
         return here._replace(kept=variant.keep(here)), tiling.cut(every, i)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
-        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT, unit: FLOAT,
+        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, shares: INT, spans: INT,
+        scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys of one of `pairs` pairs of key head and batch, `band` of which are worked on at once;
-        the `group` query heads that share the head come one after the other. The weight of a score s is exp2(`scale` s - lse);
-        before the variant made something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `pairs` pairs of share and batch: see hopper.py. The query heads of a share
+        come one after the other."""
         k, v, q, do, p, sums = smem.open()
         grid.follow()
         me = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, kv_head = divmod(pair, heads)
+        batch, share = divmod(pair, heads)
+        subgroup, span = divmod(share, spans)
         own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * kv_head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.tiles(key, at, group)
+        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+        every = tiling.span(tiling.tiles(key, at, group), span, spans)
         tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
+            kv_head, _ = divmod(share, shares)
             k.fill(0, gK, (own.batch, block, kv_head))
-            head, tile = int32(group * kv_head), int32(every.first)
+            head, tile = int32(group * subgroup), int32(every.first)
             for j in range(tiles):
                 q.fill(j, gQ, (own.batch, tile, head))
                 if j == 0:
@@ -157,21 +159,21 @@ def make(config: Config):
                     keys = k.wait(0)
                     s = warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))
                     q.release(0)
-                    here, cut = place(int32(0), every, at, group, kv_head)
+                    here, cut = place(int32(0), every, at, group, subgroup)
                     weights = handed(int32(0), weighed(int32(0), s, sums, here, mine, cut, scale), p)
                     for j in range(1, tiles):
                         s = warpgroup.mm_ABt(keys, q.wait(j))
                         dv = warpgroup.mma_AB(dv, weights, do.wait(j - 1))
                         s = warpgroup.wait(s, newer=1)
                         q.release(j)
-                        here, cut = place(int32(j), every, at, group, kv_head)
+                        here, cut = place(int32(j), every, at, group, subgroup)
                         found = weighed(j, s, sums, here, mine, cut, scale)
                         dv = warpgroup.wait(dv)
                         do.release(j - 1)
                         weights = handed(j, found, p)
                     dv = warpgroup.wait(warpgroup.mma_AB(dv, weights, do.wait(tiles - 1)))
                     do.release(tiles - 1)
-                warpgroup.store(gDV, INPUT(dv), (own.batch, row, kv_head, 0), 1, 3, True)
+                warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
             else:
                 dk = zeros(DK)
                 if tiles > 0:
@@ -189,6 +191,6 @@ def make(config: Config):
                         slope = INPUT(sloped(j, dp, p, sums))
                     dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(tiles - 1)))
                     q.release(tiles - 1)
-                warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, kv_head, 0), 1, 3, True)
+                warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
 
     return attend, smem

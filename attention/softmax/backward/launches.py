@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +19,20 @@ from ..launches import DTYPES, LOG2_E, Before, in_tiles, made_for, sequences_of,
 from ..prepared_lists import Listing, check
 from ..sequences import Batched
 from ..variants import Variant
-from . import ampere, finish, hopper, hopper_folded, hopper_narrow, hopper_wide, hopper_wide_queries, prepare, sinks, slopes
-from .dq_order import UNORDERED, Ordered, Turns, Unordered
+from . import (
+    ampere,
+    finish,
+    hopper,
+    hopper_folded,
+    hopper_narrow,
+    hopper_wide,
+    hopper_wide_queries,
+    prepare,
+    shares,
+    sinks,
+    slopes,
+)
+from .dq_order import UNORDERED, Heading, Ordered, Turns, Unordered
 from .query_lists import listed
 from .recomputed_scores import Added
 from .results import Written
@@ -53,12 +66,16 @@ def planned(
     tma = choose(problem, family) == "sm_90"
     plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or made.variant.draws)
     if plain and not reads and hopper_wide.serves(head_dim, made.variant, value_dim):
-        return planned_wide(problem, made, scale)
+        return planned_wide(problem, made, scale, ordered)
+    short = None
+    if plain and not (reads or ordered or family):
+        short = ampere.short(head_dim, value_dim, made.variant, q_len, kv_len)
+        tma = plain = short is None
     variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
     by_list = listing is not None and lie is Batched
     kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
-    few = FEW.get(head_dim, 0) if plain else 0
-    stores = tma and lie is Batched and not by_list and first_stores(made.variant, q_len, kv_len, ordered, few)
+    few, block = FEW.get(head_dim, 0) if plain else 0, hopper.block_of(head_dim, value_dim)
+    stores = tma and lie is Batched and not by_list and first_stores(made.variant, q_len, kv_len, ordered, few, block)
     in_order: dict[str, bool] = {"ordered": ordered, "stores": stores}
     kind |= {"lie": lie, "adds": adds} | in_order
     learns = slopes.UNASKED
@@ -75,16 +92,25 @@ def planned(
         module, config = hopper, hopper.config_for(head_dim, dtype, variant, value_dim, **kind)
     else:
         at_once, room = problem.bytes_at_once(), gpu.shared_bytes
-        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, **kind)
-    parts, group = config.parts, heads // kv_heads
+        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, short, **kind)
+        if lie is Batched and not by_list and each_sees(made.variant, q_len, kv_len) and kv_len <= config.kv:
+            config = replace(config, alone=True)
+    parts, cut = config.parts, shares.Cut()
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
+    if not (adds or listing):
+        longest_first = made.variant.rising and not isinstance(config.order, Heading)
+        cut = shares.cut_of(problem, blocks, tiles, ordered, longest_first, gpu.processors)
+    if learns is not slopes.UNASKED:  # all spans of a subgroup would have the same places
+        cut = cut._replace(spans=1)
+    late = Before(problem, early.scratch)
+    of_keys, config = shares.arguments(early, late, config, cut), replace(config, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
-    sums = early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
+    sums = problem["dq"] if config.alone else early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
     turns = {}
     if isinstance(config.order, Turns):
         turns["turns"] = early.memory((batch * heads, config.order.lines * tiles), "int32")
@@ -108,22 +134,18 @@ def planned(
         learnt["found"] = early.memory((rows, size), "float32")
         early.steps.append(Fill(learnt["found"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
-        batch * kv_heads * blocks,
+        of_keys["pairs"] * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
         gDO=problem["dout"],
         gSums=of_rows,
         gSum=sums,
-        gDK=problem["dk"],
-        gDV=problem["dv"],
         blocks=blocks,
-        heads=kv_heads,
-        pairs=batch * kv_heads,
         band=band_of(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
-        group=group,
         scale=made.unit * LOG2_E,
         unit=scale,
+        **of_keys,
         **told,
         **given,
         **listed_by,
@@ -136,18 +158,18 @@ def planned(
         gDO=problem["dout"],
         gLse=problem["lse"],
         gSums=of_rows,
-        gSum=sums,
+        gSum=of_rows if config.alone else sums,
         blocks=tiles,
         heads=heads,
         **told,
     )
-    after = kernel_for(finish, finish.config_of(config), problem.device).bind(
-        batch * heads * tiles, gSum=sums, gDQ=problem["dq"], blocks=tiles, heads=heads, unit=scale, **where
-    )
-    steps = [*early.steps, before, main, after]
+    steps = [*early.steps, before, main]
+    if not config.alone:
+        after = kernel_for(finish, finish.config_of(config), problem.device)
+        told = {"blocks": tiles, "heads": heads, "unit": scale} | where
+        steps.append(after.bind(batch * heads * tiles, gSum=sums, gDQ=problem["dq"], **told))
     if "sink" in problem:
         steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
-    late = Before(problem, early.scratch)
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
     learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
     for name, readers in reads.items():
@@ -158,29 +180,36 @@ def planned(
     return Plan([*steps, *late.steps], early.scratch, give)
 
 
-def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: int) -> bool:
+def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: int, block: int) -> bool:
     """Does the first block of keys that has a part of a tile of queries store it, so that nobody clears the sums? Where each
-    query sees a key: in order, or where later queries see more and there are no more keys than `few`: see
-    dq_dq_order.Heading."""
-    each_sees = variant.from_first and (variant.everything or (variant.within and queries <= keys))
-    return each_sees and (ordered or (variant.rising and keys <= few))
+    query sees a key: in order; where later queries see more and there are no more keys than `few` (see dq_order.Heading); or
+    where a block has all keys."""
+    return each_sees(variant, queries, keys) and (ordered or (variant.rising and keys <= few) or keys <= block)
+
+
+def each_sees(variant: Variant, queries: int, keys: int) -> bool:
+    """Does each query see the first key?"""
+    return variant.from_first and (variant.everything or (variant.within and queries <= keys))
 
 
 def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
-    """How many pairs of key head and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
+    """How many pairs of share and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
     to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
     ordered = isinstance(order, Ordered)
     sharing = CLOSE if keys <= SHORT and not ordered else order.sharing
     return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
 
 
-def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
-    """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Nothing is summed in memory."""
+def planned_wide(problem: Problem, made: Assembled, scale: float, ordered: bool) -> Plan:
+    """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Of dQ nothing is summed in memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     by_keys = hopper_wide.config_for(head_dim, dtype, made.variant, value_dim)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
+    blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
+    cut = shares.cut_of(problem, blocks, tiles, ordered, made.variant.rising, gpu.processors)
+    of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(
         batch * heads * tiles,
@@ -193,35 +222,33 @@ def planned_wide(problem: Problem, made: Assembled, scale: float) -> Plan:
         heads=heads,
         **where,
     )
+    of_queries = {"heads": heads, "pairs": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [before]
-    for module, config, length, its_heads, results in [
-        (hopper_wide, by_keys, -(-kv_len // by_keys.kv), kv_heads, {"gDK": problem["dk"], "gDV": problem["dv"]}),
-        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), heads, {"gDQ": problem["dq"]}),
+    for module, config, count, own in [
+        (hopper_wide, by_keys, blocks, of_keys),
+        (hopper_wide_queries, by_queries, -(-q_len // by_queries.rows), of_queries),
     ]:
         steps.append(
             kernel_for(module, config, problem.device).bind(
-                batch * its_heads * length,
+                own["pairs"] * count,
                 gQ=problem["q"],
                 gK=problem["k"],
                 gV=problem["v"],
                 gDO=problem["dout"],
                 gSums=of_rows,
-                blocks=length,
-                heads=its_heads,
-                pairs=batch * its_heads,
+                blocks=count,
                 band=band_of(made.variant.rising, UNORDERED, gpu.processors),
-                group=heads // kv_heads,
                 scale=made.unit * LOG2_E,
                 unit=scale,
                 **where,
-                **results,
+                **own,
                 **made.numbers,
                 **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
             )
         )
     if "sink" in problem:
         steps.append(_of_sinks(problem, sinks.Config(by_keys.rows, Written(fp32)), of_rows, batch, tiles))
-    return Plan(steps, early.scratch)
+    return Plan([*steps, *late.steps], early.scratch)
 
 
 def _of_sinks(problem: Problem, config: sinks.Config, of_rows: Any, batches: int, tiles: int) -> Any:

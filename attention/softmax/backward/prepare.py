@@ -66,7 +66,7 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
     shape = config.value_dim, config.rows, config.dtype
-    return Config(*shape, parts, aligned, lie=config.lie, order=config.order, early=config.early)
+    return Config(*shape, None if config.alone else parts, aligned, lie=config.lie, order=config.order, early=config.early)
 
 
 def without_sums(config: hopper_wide.Config) -> Config:

@@ -25,7 +25,7 @@ from ..assembled import Assembled
 from ..key_block_lists import CLASSES, HEAD, LISTS, WARPS, Survey
 from ..launches import Before
 from ..variants import At, Variant
-from .tiling import Facing, Tiles
+from .tiling import Facing, Spanning, Tiles
 
 FACING = 128  # queries that a warp asks for at once, at most
 
@@ -81,9 +81,9 @@ class Ranked(Listed):
         return int32(at.given.ranks[at.batch, at.head // group, tile, block])
 
 
-def facing(by_list: bool, ordered: bool) -> type[Facing]:
-    """The class that says which tiles of queries see a block of keys: from a list, or from the variant."""
-    return (Ranked if ordered else Listed) if by_list else Facing
+def facing(by_list: bool, ordered: bool, spans: bool) -> type[Facing]:
+    """The class that says which tiles of queries see a block of keys: from a list, or from the variant, all or a span."""
+    return (Ranked if ordered else Listed) if by_list else Spanning if spans else Facing
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import rasterize, right_fill
+from ops import divmod, rasterize, right_fill
 from tiles import inlined, static
 
 from ..tiling import Tiling
@@ -30,7 +30,7 @@ class Facing(Tiling):
 
     @inlined
     def place(self, block, blocks, pairs, band):
-        """The (block of keys, pair of key head and batch) of a thread block: one band of pairs after the other. The first keys,
+        """The (block of keys, pair of share and batch) of a thread block: one band of pairs after the other. The first keys,
         which most queries see where later queries see more, come first."""
         pair, block = rasterize(block, pairs, blocks, band)
         return block, pair
@@ -48,6 +48,11 @@ class Facing(Tiling):
         if not self.apart and key >= at.keys:
             n = 0
         return Tiles(int32(first), int32(n), int32(left), int32(right))
+
+    @inlined
+    def span(self, tiles, number, spans):
+        """What a thread block takes of the Tiles: all of them."""
+        return tiles
 
     @inlined
     def tile(self, tiles, i, key, at, group):
@@ -88,3 +93,15 @@ class Facing(Tiling):
         if not self.variant.within:
             s = right_fill(s, at.keys - key, -math.inf)
         return self.variant.mask(s, at, key, -math.inf)
+
+
+class Spanning(Facing):
+    """The same for thread blocks that take one of several spans of the tiles each: see shares.py."""
+
+    @inlined
+    def span(self, tiles, number, spans):
+        """One of `spans` spans, of as many tiles each, but for the last ones."""
+        each, _ = divmod(int32(tiles.n + spans - 1), spans)
+        first = min(each * number, tiles.n)
+        n = min(each, tiles.n - first)
+        return Tiles(int32(tiles.first + first), int32(n), int32(tiles.left - first), int32(tiles.right - first))

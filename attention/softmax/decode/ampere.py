@@ -53,10 +53,11 @@ PANEL = 32  # columns of O that a warp adds up at once: a panel of float32
 
 @dataclass(frozen=True)
 class Config:
-    """Which caches a kernel reads, what becomes of their scores, and its shape: `band` rows of a tile, `warps` with `keys` keys
-    of every tile each, stages of the pipelines, and `resident` blocks of a multiprocessor. sums: what joins the sum of weights.
-    split: which keys a block works on. early: the kernel may begin while the grid before it ends. lie: how query tokens lie.
-    axes: how many axes each array has that the variant's functions read. keys_norm: the norm of keys before their scores."""
+    """A kernel's configuration. What it computes: reach, cache and variant say which keys it reads and what becomes of their
+    scores; sums: what is added to the sum of weights; split: which keys a block works on; result: where the output goes; lie:
+    how query tokens lie; axes: how many axes each array of aux has; keys_norm: the norm of keys before their scores. Its
+    shape: `band` rows of a tile, `warps` with `keys` keys of every tile each, the stages of the pipelines, and `resident`
+    blocks on a multiprocessor. early: may it begin before the launch ahead of it has ended?"""
 
     head_dim: int
     value_dim: int
@@ -89,7 +90,7 @@ class Config:
 
     @property
     def given(self):
-        """The kernel's arguments for all these."""
+        """The record of what all these need in the kernel."""
         parts = self.reach, self.cache, self.product, self.keys_norm, self.variant, self.sums, self.result, self.lie(self.band)
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
@@ -133,9 +134,9 @@ def config_for(
     sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
     lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
 ) -> Config:  # fmt: skip
-    """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, in the shape of the greater one. tall: there are rows for more than one tile. brief: each block has all keys of a
-    sequence, which are few."""
+    """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
+    next for which there are kernels; the greater of the two decides the shape. tall: are there rows for more than one tile?
+    brief: does each block have all keys of a sequence, and are these few?"""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim))
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
@@ -158,12 +159,13 @@ def config_for(
 
 
 def either(of: dtype, piece: int) -> Either:
-    """How results are stored if some are whole and others parts."""
+    """The object that stores results, if some are whole and others parts."""
     return Either(Whole(of, piece), Part(of, piece))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What an architecture is served with: bf16, one token, whole pieces; or `everything`. fp16 takes the same registers."""
+    """The configurations that an architecture is served with: for bf16, one token and whole pieces, or for `everything`. fp16
+    takes as many registers as bf16."""
     plain, room = Variant(), ROOM.get(arch, LEAST)
     early = arch >= "sm_90"
     kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
@@ -245,14 +247,14 @@ def make(config: Config):
 
     @inlined
     def following(there, k, gK, sequence, key, end, given):
-        """Where the next tile lies, from `key` on, and the one behind it, if that one is looked up ahead."""
+        """Look up where the next tile lies, from `key` on; and the tile after it, if that is looked up ahead."""
         if FAR:
             return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
         return cache.look(k, gK, sequence, key, end, given), there
 
     @inlined
     def whole_rows(tile, at):
-        """What the variant must know of whole rows of queries, before they are overwritten."""
+        """What the variant needs to know of whole rows of queries, taken before the rows are overwritten."""
         if variant.prepares:
             found = variant.of_queries(load(tile, ROWS), at)
             block.sync()
@@ -262,7 +264,7 @@ def make(config: Config):
 
     @inlined
     def ahead(i, head, given):
-        """What is read from memory to prepare panel i of the queries for the products."""
+        """Load what panel i of the queries is multiplied by, ahead of its use."""
         col = int32(Q.cols * i)
         return variant.ahead(Q.row_vec, col, given), norm.ahead(Q.row_vec, head, col, given)
 
@@ -276,8 +278,8 @@ def make(config: Config):
 
     @inlined
     def taken(q, at, head, asked, scratch):
-        """(queries, once they have arrived, as the products take them; what scores must know of them). asked: what was loaded
-        ahead for the warp's own panel, or None."""
+        """(the queries as the products take them, once they have arrived; what scores need to know of them). asked: what was
+        loaded ahead for the warp's own panel, or None."""
         tile = q.wait(0, GROUPS * AHEAD)
         if SAME:
             return tile, None
@@ -294,7 +296,7 @@ def make(config: Config):
 
     @inlined
     def add_up(o, l, unit, col, v, spot, given):
-        """Sum up some columns of O over all warps, from `col` on, and store them."""
+        """Add up some columns of O, from `col` on, over all warps, and store them."""
         addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
         store(subtile(addends, BAND, warp), o)
         block.sync()
@@ -310,8 +312,9 @@ def make(config: Config):
         gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN, aux: AUX,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
-        """Of one of `bands` tiles of rows, `group` query heads and `tokens` tokens of a key head, over one of `splits` parts of
-        the keys; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
+        """Attention of one of `bands` tiles of rows (a row is one of `group` query heads of one of `tokens` tokens) of a key
+        head, over one of `splits` parts of the keys. The weight of a score s is exp2(`scale` s). slack: by how much the
+        maximum may lag behind the scores."""
         opened = smem.open()
         q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
         if EARLY and IN_PARTS:

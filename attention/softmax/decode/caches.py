@@ -14,7 +14,8 @@ TABLE = types.Array(types.int32, 2, "A")  # page numbers
 
 @static
 class Dense:
-    """Sequence n lies in batch n of an array (batch, row, head, column). piece: the bytes that addresses are multiples of."""
+    """Sequence n lies in batch n of an array (batch, row, head, column). piece: the number of bytes of which addresses are
+    multiples."""
 
     piece: int
 
@@ -23,7 +24,7 @@ class Dense:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     @inlined
@@ -44,18 +45,18 @@ class Dense:
 
     @inlined
     def find(self, part, source, sequence, key, end, given):
-        """`look` by one warp, for the rows of type `part` that it will `copy`."""
+        """The same as `look`, done by one warp for the rows of type `part` that it will `copy`."""
         return int32(0)
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, given):
-        """`fill` by one warp: start copying rows of one head to a shared tile."""
+        """The same as `fill`, done by one warp: start copying rows of one head to a shared tile."""
         copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.piece)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, given):
-        """The same for fp8 and to registers: a tile of type `spec`, as load_unordered gives it. Addresses are multiples of
-        16."""
+        """The same for fp8, to registers: a tile of type `spec`, with its columns in load_unordered's order. Addresses must be
+        multiples of 16."""
         return load_unordered(truncate(source, 1, end), spec, (sequence, key, 0, col), 1, 3, True)
 
     @inlined

@@ -26,8 +26,8 @@ EACH = Parted()
 
 @dataclass(frozen=True)
 class Config:
-    """Of the kernel: the output's dtype; what joins the sum of weights; how keys were split. early: may it begin
-    while ampere.py's grid ends?"""
+    """The configuration of the kernel that joins the parts. dtype: of the output. sums: what is added to the sum of weights.
+    split: how keys were split. early: may it begin before the launch of attention has ended?"""
 
     dtype: dtype
     sums: Variant
@@ -41,7 +41,7 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """The configurations that an architecture is served with."""
     early, shared = arch >= "sm_90", Shares(Reach(False, False, False), 64)
     yield from (Config(of, Variant(), split, early) for of in (bf16, fp16)[: 1 + everything] for split in (Parted(), shared))
 
@@ -57,7 +57,7 @@ def make(config: Config):
         given: record(**sums.given, **split.given),
         heads: INT, rows: INT, slabs: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Of one of `rows` rows of a key head one of `slabs` slabs of columns; see ampere.py."""
+        """Join the parts of one of `rows` rows of a key head, for one of `slabs` slabs of columns. See ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)

@@ -239,7 +239,7 @@ def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, opti
 
 
 def parts_of(splits):
-    """The splits that are asked for; TypeError, ValueError."""
+    """The number of splits that is asked for, None for none. TypeError, ValueError: it is not an integer, or out of range."""
     if splits is None:
         return None
     if isinstance(splits, bool) or not hasattr(splits, "__index__"):
@@ -268,7 +268,7 @@ def _decode(
     return_lse: bool,
     family: str | None,
 ) -> Plan:
-    """How decode does calls of this form; lse is never given."""
+    """The Plan of a call of decode. The schema's `lse` is a result, which a caller cannot give."""
     check_extents(problem)
     cache, most_keys, of_cache = cache_of(problem)
     before = appended(problem, interleaved, causal or left is not None or right is not None, norm_eps, most_keys)

@@ -17,7 +17,7 @@ from ..sequences import Sequence
 
 @static
 class ByTma:
-    """By TMA, from where they are `held`. kv: keys of a tile."""
+    """TMA brings keys and values, from where they are `held`. kv: keys of a tile."""
 
     kv: int
     held: Along
@@ -28,17 +28,17 @@ class ByTma:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return self.held.given
 
     def source(self, tile: st) -> Any:
-        """The declaration of the kernel's array from which such tiles come."""
+        """How a kernel declares the array that tiles of this type are loaded from."""
         return self.held.source(tile)
 
     @inlined
     def bring(self, k, v, j, n, gK, gV, sequence, first, head, end, given):
-        """Bring `n` tiles of keys and of values to both rings, from their tile j on: the sequence's rows from `first` on. Rows
-        behind `end` may hold anything. By the producer's warps."""
+        """Bring `n` tiles of keys and of values to both rings, from the rings' tile j on: the sequence's rows from `first` on.
+        Rows beyond `end` may hold anything. The producer's warps call it."""
         own = Sequence(sequence, int32(0), int32(0), int32(0), end)
         for i in range(n):
             key = int32(first + self.kv * i)
@@ -52,9 +52,9 @@ class ByTma:
 
 @static
 class Gathered:
-    """By cp.async, from pages of any size, whose numbers are given.pages[n]. Each of the producer's warps brings a quarter of a
-    tile's rows, of types `key` and `value`. A tile is handed on when the next `late` ones are under way. piece: the bytes that
-    addresses are multiples of."""
+    """cp.async brings keys and values, from pages of any size whose numbers are given.pages[n]. Each of the producer's warps
+    brings a quarter of a tile's rows, of types `key` and `value`. A tile is published when the next `late` ones are on their
+    way. piece: the number of bytes of which addresses are multiples."""
 
     key: st
     value: st
@@ -76,7 +76,7 @@ class Gathered:
 
     @inlined
     def bring(self, k, v, j, n, gK, gV, sequence, first, head, end, given):
-        """See ByTma. Rows behind `end` are 0."""
+        """See ByTma. Rows beyond `end` become 0."""
         rows, rank = self.key.rows, warpgroup.rank()
         key = int32(first + rows * rank)
         keys, values = self.look(gK, sequence, key, end, given)
@@ -102,7 +102,7 @@ class Gathered:
 
     @inlined
     def publish(self, k, v, j):
-        """Hand tile j of both rings on."""
+        """Publish tile j of both rings."""
         k.publish(j)
         v.publish(j, fenced=True)
 

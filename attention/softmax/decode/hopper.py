@@ -38,8 +38,8 @@ PIECE = 16  # bytes of which all addresses are multiples
 
 @dataclass(frozen=True)
 class Config:
-    """Which caches a kernel reads, what becomes of their scores, and where the output goes, as in ampere.py. feed: fills the
-    rings, which have `stages` slots."""
+    """A kernel's configuration. As in ampere.py it says which keys are read, what becomes of their scores, and where the
+    output goes. feed: fills the rings, which have `stages` slots."""
 
     head_dim: int
     value_dim: int
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def given(self):
-        """What the kernel is told of all these."""
+        """The record of what all these need in the kernel."""
         parts = self.reach, self.feed, self.variant, self.sums, self.result
         return record(**{name: what for part in parts for name, what in part.given.items()})
 
@@ -89,7 +89,8 @@ def config_for(
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with; fp16, which takes the same registers, and other caches with `everything`."""
+    """The configurations that an architecture is served with. fp16, which takes as many registers as bf16, and other caches
+    come with `everything`."""
     if arch == "sm_90a":
         plain, causal = Variant(), Reach(False, True, False)
         kinds: list[tuple[Along | None, bool]] = [(Along(), False), (None, False)]
@@ -137,7 +138,7 @@ def make(config: Config):
 
     @inlined
     def stretch(work, first_token, last_token, tokens, given):
-        """(the first key of a block's tiles, how many tiles, what its rows see)"""
+        """(the first key of a block's tiles, the number of tiles, the Stretch that its rows see)"""
         every = reach.keys(work.sequence, 0, tokens - 1, tokens, given)
         sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
         tile = int32(max(work.tile, (sees.first - every.first) // KV))
@@ -146,8 +147,8 @@ def make(config: Config):
 
     @inlined
     def bring(pipes, gQ, spot, me):
-        """The block's rows of Q, into shared memory, by both consumers. A token's rows lie in one place; zeros are loaded where
-        others are."""
+        """Load the block's rows of Q into shared memory, done by both consumers. The rows of a token lie together; for the
+        rows of other tokens zeros are loaded."""
         rank = warpgroup.rank()
         for i in range(me, PANELS, CONSUMERS):
             col = int32(Q.cols * i)

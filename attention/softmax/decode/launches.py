@@ -37,7 +37,8 @@ FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async t
 
 
 class Asked(NamedTuple):
-    """Which keys tokens see and what becomes of their scores; mask and score are functions, which read aux."""
+    """What a call asks for: which keys tokens see, and what becomes of their scores. mask and score are functions, which read
+    aux."""
 
     causal: bool
     left: int | None
@@ -50,8 +51,8 @@ class Asked(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What comes before attention: steps, with their scratch memory; the queries that are left; and what kernels are told of
-    the keys in use then."""
+    """What comes before attention. steps, scratch: launches and their scratch memory. queries: those that attention gets.
+    told: the kernel's arguments for the keys that are in use then."""
 
     steps: list[Step]
     scratch: list[tuple[tuple[int, ...], str]]
@@ -60,7 +61,8 @@ class Before(NamedTuple):
 
 
 def appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, most_keys: int) -> Before:
-    """What appends new keys, if there are any. local: does each query stand at its own position? ValueError."""
+    """The Before of a call: the launch that appends new keys, if there are any. local: does each query stand at its own
+    position? ValueError: arguments for new keys do not fit each other."""
     told: dict[str, Any] = {"lengths": problem["lengths"], "added": 0}
     if "lengths" not in problem:
         told = {"keys": most_keys}
@@ -95,7 +97,7 @@ def of_many(
     out: Operand,
     lse: Operand | None,
 ) -> Plan:
-    """Tiles of query tokens."""
+    """The Plan with tiles of query tokens of one head, which are forward's kernels."""
     causal, left, right, softcap, scale, mask, score, aux = asked
     given = "alibi" in problem, None, "sink" in problem
     made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
@@ -104,7 +106,8 @@ def of_many(
 
 
 def shared_out(problem: Problem, queries: int, keys: int, left: int | None = None, family: str | None = None) -> bool:
-    """Should many queries, too, go in tiles of 64 rows over parts of the keys? On Hopper, if forward has few tiles for them."""
+    """Should many queries go in tiles of 64 rows over parts of the keys, as few do? They should on Hopper, if forward has too
+    few tiles for them."""
     gpu = machine(problem.device)
     if not (family is None and is_hopper(gpu.capability) and problem.by_tma):
         return False
@@ -127,8 +130,9 @@ def of_few(
     out: Operand,
     lse: Operand | None,
 ) -> Plan:
-    """Tiles of query tokens and of the heads that share a key head; in so many parts of the keys. family: sm_90 if asked for;
-    Hopper's tiles serve what more than one of the others would take. ValueError."""
+    """The Plan with tiles whose rows are query tokens and the heads that share a key head, over parts of the keys. family:
+    "sm_90" if that is asked for; otherwise Hopper's tiles serve what would take more than one of the smaller ones. ValueError:
+    the family cannot serve the call."""
     batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
     sequences = problem("N")[0] if packed else batch
@@ -216,7 +220,8 @@ def of_few(
 
 
 def cache_of(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
-    """How keys and values lie, how many a sequence can have at most, and what kernels are told of that. ValueError."""
+    """(how keys and values lie, the most keys that a sequence can have, the kernel's arguments for it). ValueError: arguments
+    for caches do not fit each other."""
     batch, batches, rows = problem("NCT")
     piece = problem.bytes_at_once(*TILES)
     if "pages" in problem:
@@ -233,7 +238,7 @@ def cache_of(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
 
 
 def _held(problem: Problem, asked: Asked) -> Along | None:
-    """How TMA finds keys; None: it does not, for tiles begin anywhere in pages, or several pages have a tile."""
+    """How TMA finds keys. None if it cannot, because tiles may begin anywhere in a page, or span several pages."""
     if "pages" in problem:
         whole = problem("T")[0] % hopper.KV == 0 and "leftpad" not in problem and asked.left is None
         return InPages(1) if whole else None
@@ -241,7 +246,8 @@ def _held(problem: Problem, asked: Asked) -> Along | None:
 
 
 def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
-    """How products are made with what the cache holds, and what kernels are told of that. TypeError, ValueError."""
+    """(how products are made with what the cache holds, the kernel's arguments for it). TypeError, ValueError: the dtypes or
+    descales do not fit."""
     held, dtype, gpu = problem["k"].form.dtype, DTYPES[problem.dtype], machine(problem.device)
     for name in ("k", "v"):
         form = problem[name].form
@@ -275,8 +281,8 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
 
 
 def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[str, Any], int]:
-    """Which keys tokens see, what kernels are told of that, and how many some tile's rows see at most. One token, at the last
-    key, sees no later one, whatever it may."""
+    """(which keys tokens see, the kernel's arguments for it, the most keys that the rows of a tile see). A single token is at
+    the last key, so it sees no later one, whatever its window is."""
     (tokens,), left, right = problem("S"), asked.left, 0 if asked.causal else asked.right
     if tokens == 1 and "cu_seqlens" not in problem:
         right = None
@@ -288,8 +294,8 @@ def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[
 
 
 def _scores(problem: Problem, asked: Asked, norms: Norms) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
-    """(what becomes of queries and scores, what joins the sum of their weights, the unit of scores, what kernels are told of
-    the former, and of the latter)"""
+    """(the variant, what is added to the sum of weights, the unit of scores, the kernel's arguments for the variant, those for
+    the sum)"""
     parts, told, unit = [*norms.rows], {**norms.of_queries}, asked.scale
     if asked.softcap is not None:
         parts.append(Capped())
@@ -309,7 +315,7 @@ def _scores(problem: Problem, asked: Asked, norms: Norms) -> tuple[Variant, Vari
 
 
 def _grouped(operand: Operand, axis: int, group: int) -> Operand:
-    """With an axis of heads as two: key heads, and the query heads of each; tokens come first, as they did."""
+    """The operand with its axis of heads as two, key heads and the query heads of each; tokens stay first."""
     form = operand.form
     shape, strides = form.shape, form.strides
     shape = (*shape[:axis], shape[axis] // group, group, *shape[axis + 1 :])
@@ -318,7 +324,7 @@ def _grouped(operand: Operand, axis: int, group: int) -> Operand:
 
 
 def by_rows(q: Operand, group: int) -> Operand:
-    """Queries as (token, which of a key head's query heads, sequence, key head, column)."""
+    """Queries as (token, query head of a key head, sequence, key head, column)."""
     q = _grouped(q, 2, group)
     order = operator.itemgetter(1, 3, 0, 2, 4)
     return q._replace(form=q.form._replace(shape=order(q.form.shape), strides=order(q.form.strides)))

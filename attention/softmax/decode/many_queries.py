@@ -28,8 +28,8 @@ def planned(
     aux: Sequence[Operand],
     told: dict[str, Any],
 ) -> Step:
-    """The launch of an assembled variant. most_keys: those of a sequence, at most. aux: what its functions read. told: what
-    kernels are told of lengths and of the output. ValueError."""
+    """The Plan with the launch of an assembled variant, by forward's kernels. most_keys: of a sequence. aux: the arrays that
+    functions read. told: the kernel's arguments for lengths and output. ValueError: the family cannot serve the call."""
     packed, paged = "cu_seqlens" in problem, "pages" in problem
     kind: dict[str, Any] = {"lie": PackedCached if packed else Cached, "axes": tuple(len(x.form.shape) for x in aux)}
     kind["held"] = InPages(1) if paged else InCaches() if packed or "batch_index" in problem else Along()

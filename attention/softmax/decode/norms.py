@@ -23,7 +23,7 @@ from ..variants import Variant
 
 @static
 class RmsOfRows(Rms):
-    """Of rows that are of several heads. alike: have these the same weights and bias?"""
+    """An RMS norm of rows that belong to several heads. alike: do these have the same weights and bias?"""
 
     alike: bool
 
@@ -37,12 +37,12 @@ class RmsOfRows(Rms):
 
     @inlined
     def ahead(self, spec, col, given):
-        """Some columns of the weights, which are a vector `spec`, where all rows have the same."""
+        """If all rows have the same weights, some columns of these, a vector of type `spec`."""
         return load(given.norm_weights, spec, (0, col), 0, 1, True) if self.alike else 0
 
     @inlined
     def part_by(self, x, of_rows, ahead, head, col, given):
-        """part(x, of_rows, head, col, given), of what was asked for ahead."""
+        """part(x, of_rows, head, col, given), with what was loaded ahead."""
         if self.alike:
             return x * of_rows[1] * ahead
         else:
@@ -69,7 +69,7 @@ class LayerOfRows(RmsOfRows, Layer):
 
 
 class NormedRows(Normed):
-    """Of queries whose rows are of several heads, by `norm`."""
+    """A variant whose queries are normalised by `norm`, and whose rows belong to several heads."""
 
     @inlined
     def ahead(self, spec, col, given):
@@ -82,7 +82,7 @@ class NormedRows(Normed):
 
 @static
 class AsTheyAre:
-    """Keys of which nothing becomes."""
+    """Keys without a norm."""
 
     prepares = False  # does something become of the queries?
     slim = True  # does it leave registers for tiles of twice as many rows?
@@ -92,37 +92,38 @@ class AsTheyAre:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     @inlined
     def ahead(self, spec, head, col, given):
-        """What `queries` needs of memory for some columns, a vector `spec`: asked for before the queries are here."""
+        """Load what `queries` needs for some columns, a vector of type `spec`, before the queries arrive."""
         return 0
 
     @inlined
     def queries(self, x, ahead):
-        """What becomes of some columns of queries, of what was asked for ahead."""
+        """Some columns of the queries as the products take them. ahead: what was loaded before."""
         return x
 
     @inlined
     def begin(self, zero):
-        """What is known of the queries' rows before any columns of theirs; zero: a vector of them."""
+        """What is known of the rows of queries before any of their columns. zero: a vector of zeros."""
         return None
 
     @inlined
     def more(self, known, x, made, head, col, given):
-        """The same with some columns, x, of which the product takes what was `made` of them."""
+        """What is known after some more columns, x. made: what the product takes in their place."""
         return known
 
     @inlined
     def whole(self, known, scratch):
-        """The same of all columns, of which each warp of the block had some."""
+        """What is known of all columns, of which each warp of the block had some."""
         return known
 
     @inlined
     def scores(self, s, keys, part, unit, known, given):
-        """The scores, s being those of keys as they lie in shared memory, of which it reads panels as `part`, times `unit`."""
+        """The scores. s: those of the keys as they lie in shared memory, which are read in panels of type `part`. unit: what
+        scores are multiplied by."""
         return s
 
 
@@ -130,7 +131,7 @@ AS_THEY_ARE = AsTheyAre()
 
 
 class ByRms(AsTheyAre):
-    """Keys in an RMS norm."""
+    """Keys with an RMS norm."""
 
     prepares = True
 
@@ -162,7 +163,7 @@ class ByRms(AsTheyAre):
 
 
 class ByLayer(ByRms):
-    """Keys in a layer norm."""
+    """Keys with a layer norm."""
 
     slim = False
 
@@ -173,7 +174,7 @@ class ByLayer(ByRms):
 
     @inlined
     def begin(self, zero):
-        """See AsTheyAre: (the sum of what was made, the product with the bias)."""
+        """See AsTheyAre. Two vectors: the sum of what the product takes, and the product with the bias."""
         return zero, zero
 
     @inlined
@@ -199,9 +200,9 @@ class ByLayer(ByRms):
 
 
 class Norms(NamedTuple):
-    """Norms that attention's kernels apply. queries: the variant with its numbers, where a tile's rows are of one head; rows:
-    the variant where they are of several; none of either if there is no norm. keys: what becomes of keys. of_queries, of_keys:
-    what kernels are told of these."""
+    """The norms that attention's kernels apply. queries: (variant, numbers) if the rows of a tile belong to one head. rows:
+    the variant if they belong to several. Both are empty without a norm. keys: what is done with keys. of_queries, of_keys:
+    the kernel's arguments."""
 
     queries: list[tuple[Variant, dict[str, Any]]]
     rows: list[Variant]
@@ -211,7 +212,8 @@ class Norms(NamedTuple):
 
 
 def norms_of(problem: Problem, norm_eps: float) -> Norms:
-    """Those of queries, if these were not normalised before they were rotated, and of the keys of the cache. ValueError."""
+    """The Norms of a call: of queries, if these were not normalised before they were rotated, and of the cache's keys.
+    ValueError: the arrays do not fit."""
     numbers: dict[str, Any] = {"norm_eps": norm_eps, "columns": problem("D")[0]}
     found = Norms([], [], AS_THEY_ARE, {}, {})
     q_norm, k_norm = (norm_of(problem, name) for name in ("q_norm", "k_norm"))

@@ -13,7 +13,7 @@ LIFT, LEAST = 2.0**7, 2.0**-100  # of weights times descales, which then end at 
 
 @static
 class Same:
-    """Keys and values are of queries' dtype. wide: which that is."""
+    """The cache has the dtype of the queries, `wide`."""
 
     wide: dtype
 
@@ -22,55 +22,55 @@ class Same:
 
     @property
     def held(self) -> dtype:
-        """What the cache holds."""
+        """The dtype of the cache."""
         return self.wide
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     @property
     def by_key(self) -> bool:
-        """Has each key numbers of its own?"""
+        """Does each key have descales of its own?"""
         return False
 
     def pipes(self, kv: int, stages: int, warps: int) -> dict[str, pipeline]:
-        """What brings these, of tiles of so many keys."""
+        """The pipelines that bring these descales, for tiles of so many keys; none here."""
         return {}
 
     @property
     def takes(self) -> dtype:
-        """What the products take queries as."""
+        """The dtype in which the products take queries."""
         return self.wide
 
     @inlined
     def queries(self, x):
-        """What the products take of some columns of queries, in registers."""
+        """Some columns of the queries, in registers, as the products take them."""
         return self.wide(x)
 
     @inlined
     def units(self, sequence, head, given):
-        """What numbers of keys, and of values, are multiplied by."""
+        """(the numbers by which keys are multiplied, those for values)"""
         return 1.0, 1.0
 
     @inlined
     def look(self, pipes, cache, sequence, key, end, given):
-        """Where numbers of keys lie, of a tile from `key` on: see caches.py."""
+        """Look up where the descales of a tile of keys lie, from `key` on: see caches.py."""
         return int32(0)
 
     @inlined
     def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, given):
-        """Start copying the numbers of tile j's keys, which lie where they were found, one group of copies ahead of K's."""
+        """Start copying the descales of tile j's keys, one group of copies ahead of K's."""
 
     @inlined
     def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, given):
-        """The same of its values, ahead of V's."""
+        """Start copying the descales of tile j's values, ahead of V's."""
 
     @inlined
     def of_keys(self, unit, pipes, j, newer, like):
-        """What keys are multiplied by: their unit, or numbers of each, as a vector of the type `like`, once all but `newer`
-        groups of copies are here."""
+        """What keys are multiplied by: `unit`, or a descale of each, a vector of type `like`, once all but the `newer` last
+        groups of copies have arrived."""
         return unit
 
     @inlined
@@ -80,7 +80,7 @@ class Same:
 
     @inlined
     def unit(self):
-        """The unit of a warp's O, to begin with, where it has one."""
+        """The unit of a warp's O at the beginning, if it has one."""
         return int32(0)
 
     @inlined
@@ -90,29 +90,30 @@ class Same:
 
     @inlined
     def rescaled(self, seen, unit, of_values):
-        """(what the next keys' P V is added to, and its unit from then on)"""
+        """(O as the next keys' P V is added to it, its unit from then on)"""
         return seen.rescaled(), unit
 
     @inlined
     def weigh(self, o, p, values, unit, of_values):
-        """O + P V, with O's columns in an order of its own."""
+        """O + P V. O's columns are in an order of their own."""
         return mma_AB(o, self.wide(p), values)
 
     @inlined
     def weight(self, weight, unit):
-        """What a warp's O is multiplied by, before it is added to others': its rows' weight, and its unit if it is its own."""
+        """What a warp's O is multiplied by before it is added to the others': the weight of its rows, and its unit, if it has
+        one of its own."""
         return weight
 
     @inlined
     def columns(self, o, unit):
-        """Some columns of O, each where it belongs."""
+        """Some columns of O, each at its place."""
         return o
 
 
 @static
 class Narrow(Same):
-    """Keys and values are of fp8, and become fp16 on the way to the products, exactly; queries are rounded to it. scaled: are
-    they multiplied by given.k_descale[n, head] and given.v_descale[n, head] of sequence n?"""
+    """The cache is fp8. Keys and values become fp16 on the way to the products, exactly; queries are rounded to fp16. scaled:
+    are they multiplied by given.k_descale[n, head] and given.v_descale[n, head] for sequence n?"""
 
     scaled: bool = False
 
@@ -133,7 +134,7 @@ class Narrow(Same):
 
     @inlined
     def queries(self, x):
-        """See Same: their columns unzipped."""
+        """See Same: with their columns unzipped."""
         return unzipped(fp16(x))
 
     @inlined
@@ -163,9 +164,9 @@ class Narrow(Same):
 
 @static
 class NarrowByKey(Narrow):
-    """The same where each key and head has numbers of its own: its scores are multiplied by given.k_descale, its weights by
-    given.v_descale, which lie as the cache does. Weights become fp16 then, which begins at 2^-24: so O's unit is the greatest
-    number of values that a warp has met, by which the others are divided, and 2^-LIFT."""
+    """The same with descales for each key and head, which lie as the cache does. The scores of a key are multiplied by
+    given.k_descale, its weight by given.v_descale. Such weights become fp16, which begins at 2^-24. So O is kept in units of
+    the greatest descale of values that a warp has met, times 2^-LIFT, and the other descales are divided by it."""
 
     def __str__(self):
         return f"{self.wide} of {fp8e4m3} scaled by key"

@@ -50,7 +50,7 @@ class Reach:
 
     @property
     def counted(self) -> dict[str, Any]:
-        """Those of them that say how many keys are in use."""
+        """{kernel's argument: its type} of those that say how many keys are in use."""
         return GROWING
 
     @inlined
@@ -90,7 +90,7 @@ class Reach:
 
 
 class Growing(Reach):
-    """The same where given.added keys are being appended, of which the tiles that are shared out are counted, too."""
+    """The same where given.added keys are being appended; the tiles that are shared out include them."""
 
     @inlined
     def line_up(self, size, first, count, before, tile, tokens, given):
@@ -100,7 +100,8 @@ class Growing(Reach):
 
 
 class Everything(Reach):
-    """Of all keys that there is room for, given.keys of each sequence, which are parted, not shared out: all are as long."""
+    """All keys that there is room for, given.keys in each sequence. All sequences are equally long, so their keys are split
+    into parts and not shared out."""
 
     def __str__(self):
         return f"{super().__str__()} of whole caches"
@@ -135,7 +136,7 @@ class Sloped(Variant):
 
 
 class ScoredRows(Scored):
-    """A function of scores, of rows that are of several tokens and heads."""
+    """A score in Python, for rows that belong to several tokens and heads."""
 
     @inlined
     def score(self, s, at, key):
@@ -143,7 +144,7 @@ class ScoredRows(Scored):
 
 
 class MaskedRows(Masked):
-    """A mask that is a function, of such rows."""
+    """A mask in Python, for such rows."""
 
     @inlined
     def mask(self, s, at, key, hidden):

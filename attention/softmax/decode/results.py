@@ -14,9 +14,9 @@ LN2 = math.log(2)
 
 
 class Spot(NamedTuple):
-    """Which rows: those from `row` on, of heads that share a key head; of tokens `first` to `last` of a batch, `group` rows
-    each. sequence: which batch, that of a sequence or of several. part, of: which part of the keys they have seen, by the first
-    two axes of an array of parts. whole: is it all of them?"""
+    """Where the rows of a tile belong: the rows from `row` on, of heads that share a key head and of tokens `first` to `last`
+    of a batch, with `group` rows for each token. sequence: the batch, that of one sequence or of several. part, of: the first
+    two indices into an array of parts, for the keys that they have seen. whole: are these all keys?"""
 
     sequence: Any
     head: Any
@@ -31,7 +31,7 @@ class Spot(NamedTuple):
 
 @static
 class Whole:
-    """To the caller's arrays. piece: the bytes that addresses are multiples of."""
+    """Results go to the caller's arrays. piece: the number of bytes of which addresses are multiples."""
 
     dtype: dtype
     piece: int
@@ -67,7 +67,7 @@ class Whole:
 
 
 class Part(Whole):
-    """To scratch memory, for each part of the keys."""
+    """Results go to scratch memory, for each part of the keys."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class PartOfPacked(Part):
 
 @static
 class Either:
-    """To the caller if the rows are whole, to scratch memory if they are a part."""
+    """Results go to the caller's arrays if they are for all keys of their rows, otherwise to scratch memory."""
 
     whole: Whole
     part: Part

@@ -59,7 +59,7 @@ class Parted:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What combine.py is told, so that it finds the parts."""
+        """{argument of combine.py's kernel: its type} of what it needs to find the parts."""
         return {}
 
     @inlined
@@ -102,7 +102,7 @@ class Shares(Parted):
 
     @inlined
     def before(self, sequence, tokens, given):
-        """How many tiles the sequences before one have."""
+        """The number of tiles of the sequences before this one."""
         end = int32(0)
         for first in range(0, sequence, LANES):
             _, _, end = self.reach.line_up(self.kv, int32(first), sequence, end, int32(0), tokens, given)
@@ -110,7 +110,7 @@ class Shares(Parted):
 
     @inlined
     def find(self, tile, sequences, tokens, given):
-        """(in which sequence a tile lies, how many tiles lie before that)"""
+        """(the sequence in which a tile lies, the number of tiles of the sequences before it)"""
         sequence, begin, end = int32(0), int32(0), int32(0)
         for first in range(0, sequences, LANES):
             passed, last, every = self.reach.line_up(self.kv, int32(first), sequences, end, tile, tokens, given)
@@ -121,7 +121,7 @@ class Shares(Parted):
 
     @inlined
     def each(self, shares, sequences, tokens, given):
-        """(tiles of a share, tiles of all sequences)"""
+        """(the number of tiles of a share, the number of tiles of all sequences)"""
         every = self.before(sequences, tokens, given)
         return divmod(int32(every + shares - 1), shares)[0], every
 

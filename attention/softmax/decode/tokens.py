@@ -10,8 +10,8 @@ from tiles.arguments import ENDS
 
 
 class Rows(NamedTuple):
-    """A tile: rows from `row` on, of `tokens` tokens, the first of which is token `start` of a batch. sequence: that of the
-    tokens, if the tile decides it."""
+    """A tile of rows, from `row` on, of `tokens` tokens, the first of which is token `start` of its batch. sequence: the
+    sequence of these tokens, if it follows from the tile."""
 
     sequence: Any
     start: Any
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 @static
 class Alike:
-    """Every sequence has a batch, and all have the same number of tokens. band: rows of a tile."""
+    """Each sequence has a batch, and all have the same number of tokens. band: rows of a tile."""
 
     band: int
 
@@ -30,7 +30,7 @@ class Alike:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     @inlined
@@ -45,12 +45,12 @@ class Alike:
 
     @inlined
     def batch(self, sequence):
-        """In which batch the tokens of a sequence lie."""
+        """The batch in which the tokens of a sequence lie."""
         return sequence
 
     @inlined
     def has(self, rows, group):
-        """Has the tile any rows?"""
+        """Does the tile have any rows?"""
         return True
 
 
@@ -81,7 +81,7 @@ class OneBehindTheOther(Alike):
 
     @inlined
     def number(self, number, splits, rows):
-        """See Alike. The tile decides the sequence, the block the part."""
+        """See Alike. Here the tile decides the sequence, and the block decides the part."""
         return int32(rows.sequence * splits + number)
 
     @inlined

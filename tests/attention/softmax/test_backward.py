@@ -73,6 +73,53 @@ def test_wide_heads(place, lengths, heads, options):
     agree(place, *inputs(1, *lengths, *heads, 136), "sm_90", **options)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "lengths", "variant", "shape"),
+    [
+        (64, (64, 4096), FULL, (64, 64)),  # (keys of a block, queries of a tile)
+        (64, (128, 128), CAUSAL, (128, 128)),
+        (64, (65, 129), FULL, None),
+        (64, (129, 128), FULL, None),
+        (96, (32, 32), FULL, (32, 32)),
+        (128, (32, 4096), FULL, (64, 32)),
+        (128, (64, 64), FULL, (64, 64)),
+        (128, (33, 65), FULL, None),
+        (136, (16, 16), FULL, None),
+    ],
+)
+def test_short_sequences_have_shapes_of_their_own(head_dim, lengths, variant, shape):
+    found = ampere.short(head_dim, 8, variant, *lengths)
+    assert (found and found[:2]) == shape
+
+
+def test_warps_have_equal_parts_of_dq():
+    with pytest.raises(ValueError, match="4 warps cannot have as many of 2 parts of dQ each"):
+        ampere.config_for(64, bf16, FULL, shape=(64, 32, 16, 32, False, 3))
+
+
+SHORT = [(16, 16), (64, 64), (49, 64), (1, 1), (33, 300), (30, 20), (100, 128)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "causal"), [*zip(SHORT, itertools.cycle([64, 128, 40]), [0, 1, 1, 0, 1, 1, 0])]
+)
+def test_short_sequences(place, lengths, head_dim, causal):
+    """Where a block has all keys, and each query sees one, dQ is written at once."""
+    agree(place, *inputs(2, *lengths, 4, 2, head_dim), causal=bool(causal))
+
+
+@pytest.mark.parametrize("lengths", [(40, 64), (100, 60)])
+def test_what_is_written_at_once_can_be_added(place, lengths):
+    q, k, v = inputs(1, *lengths, 2, 1, 64)
+    dout, (out, lse) = draw(q.shape, q.dtype), reference.forward_low(q, k, v)
+    given = [place.put(x) for x in (dout, q, k, v, out, lse)]
+    there_were = [draw(x.shape, F32, 5) for x in (q, k, v)]
+    into = [place.put(x.copy()) for x in there_were]
+    attention.backward(*given, accumulate=True, family="sm_80", **dict(zip(NAMES, into)))
+    for name, before, x, ref in zip(NAMES, there_were, into, reference.backward(dout, q, k, v)):
+        np.testing.assert_allclose(place.get(x) - before, ref, rtol=0.03, atol=0.03 * np.abs(ref).max(), err_msg=name)
+
+
 VARIANTS = {
     "window": dict(window=(70, 20)),
     "window of one key": dict(window=(0, 0)),

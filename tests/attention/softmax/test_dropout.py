@@ -9,7 +9,7 @@ from judged import agree, inputs, poisoned
 import attention
 from attention.softmax.assembled import assembled
 from attention.softmax.dropped import Dropped, numbers_of
-from attention.softmax.forward import _variant
+from attention.softmax.forward_programs import _variant
 from tiles.arrays import Number
 from tiles.dtypes import bf16, fp16
 

@@ -1,16 +1,15 @@
 """attention.forward's arguments: what a valid call becomes, and that every invalid one says which argument and which values."""
 
-import importlib
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import attention
+from attention.softmax import forward_programs
+from attention.softmax.planning import check_extents
 from tiles.arrays import Form
 from tiles.frameworks import describe
 
-FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
 Q, KV = (2, 5, 6, 16), (2, 7, 3, 16)  # (B, S, H, D)
 bf16 = ml_dtypes.bfloat16
 
@@ -28,8 +27,8 @@ def problem(q=Q, k=KV, v=None, out=None, layout="bshd"):
     for name, x in given.items():
         plain = type(x) is tuple
         forms[name] = x if isinstance(x, Form) else describe(np.zeros(x, bf16) if plain else x, name).form
-    found = FORWARD.FORWARD.problem(forms, layout)
-    FORWARD.check_extents(found)
+    found = forward_programs.FORWARD.problem(forms, layout)
+    check_extents(found)
     return found
 
 
@@ -72,8 +71,8 @@ def test_results_are_arrays_of_the_callers_kind(framework, layout):
 
 def test_equal_options_mean_the_same(monkeypatch):
     """Numbers of any type are looked up as one: a call that differs in nothing else is planned once."""
-    planned, real = [], FORWARD._forward.planner
-    monkeypatch.setattr(FORWARD._forward, "planner", lambda *what: planned.append(what) or real(*what))
+    planned, real = [], forward_programs._forward.planner
+    monkeypatch.setattr(forward_programs._forward, "planner", lambda *what: planned.append(what) or real(*what))
     q = np.zeros((1, 3, 1, 24), bf16)  # a shape that no other test has
     for scale in (1, 1.0, np.float32(1), np.int64(1)):
         for causal in (True, np.True_):

@@ -1,6 +1,5 @@
 """Which family of kernels serves a call of attention.forward: by the GPU, and by where arrays lie."""
 
-import importlib
 import types
 
 import numpy as np
@@ -10,14 +9,13 @@ from places import BF16
 
 import attention
 from attention import families, reference
-from attention.softmax import ampere, launches
+from attention.softmax import ampere, forward_programs, launches
 from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16
 from tiles.arrays import c_ordered
 from tiles.device import Interpreter
 
 pytestmark = pytest.mark.usefixtures("family")
-FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
 SKIPPED = [(4, 64), (2, 128), (6, 72), (1, 64), (3, 72)]
 
 
@@ -111,7 +109,7 @@ def problem_on(capability, monkeypatch, piece=16):
     form = c_ordered((1, 8, 1, 64), "bfloat16", None if capability is None else 0)
     if capability is not None:
         monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(capability=capability))
-    return FORWARD.FORWARD.problem({"q": form, "k": form._replace(past=piece % 16), "v": form})
+    return forward_programs.FORWARD.problem({"q": form, "k": form._replace(past=piece % 16), "v": form})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_one_array_decides_the_family(name, monkeypatch):
     form = c_ordered((1, 8, 1, 64), "bfloat16", 0)
     for other in form._replace(past=8), form._replace(strides=(1032, 136, 136, 2), shape=(1, 2, 1, 64)):
         forms = {one: other if one == name else form._replace(shape=other.shape) for one in "qkv"}
-        assert families.choose(FORWARD.FORWARD.problem(forms), None) == "sm_80"
+        assert families.choose(forward_programs.FORWARD.problem(forms), None) == "sm_80"
 
 
 @pytest.mark.parametrize(

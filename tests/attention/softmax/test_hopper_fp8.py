@@ -9,7 +9,7 @@ from places import BF16, OnCard, OnInterpreter
 
 import attention
 from attention import reference
-from attention.softmax import forward, hopper_fp8
+from attention.softmax import forward_programs, hopper_fp8
 from tiles.frameworks import describe
 
 E4M3, FP16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float16)
@@ -300,7 +300,7 @@ def test_what_turns_values_is_launched_before():
         shapes = {"q": (1, queries, heads, 128), "k": (1, keys, 1, 128), "v": (1, keys, 1, 128)}
         given = {name: describe(np.zeros(shape, E4M3), name).form for name, shape in shapes.items()}
         options = (False, None, None, None, None, None, None, None, None, 1.0, 1.0, 1.0, None, False, None)
-        _, plan, _ = forward._of_fp8.steps(given, None, options, "bshd")
+        _, plan, _ = forward_programs._of_fp8.steps(given, None, options, "bshd")
         return [step.launch.title for step in plan.steps]
 
     assert steps(576) == ["attend_fp8"]

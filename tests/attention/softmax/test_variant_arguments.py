@@ -1,7 +1,6 @@
 """attention.forward's options of variants: every invalid one is refused before any launch, by its name."""
 
 import functools
-import importlib
 import math
 import threading
 from types import SimpleNamespace
@@ -12,12 +11,11 @@ from judged import inputs
 from numpy import minimum
 
 import attention
-from attention.softmax import launches, python_functions
+from attention.softmax import forward_programs, launches, python_functions
 from attention.softmax.python_functions import named
 from ops import where
 from tiles.frameworks import describe
 
-FORWARD = importlib.import_module("attention.softmax.forward")  # the module, whose name is also the function's
 ROWS, HEADS = 7, 2
 T, V = TypeError, ValueError
 f16, f32 = np.float16, np.float32
@@ -132,7 +130,7 @@ def test_invalid(arguments, error, message, monkeypatch):
 def problem(**forms):
     """A call with forms that nobody has the memory for, or on devices that are not there."""
     plain = describe(zeros(1, ROWS, HEADS, 16, dtype=f16), "q").form
-    return FORWARD.VARIANTS.problem({name: plain for name in "qkv"} | forms)
+    return forward_programs.VARIANTS.problem({name: plain for name in "qkv"} | forms)
 
 
 @pytest.mark.parametrize("name", ["aux0", "aux7", "alibi", "sink", "bias", "cu_seqlens", "lengths_k"])

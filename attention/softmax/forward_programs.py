@@ -1,0 +1,242 @@
+"""The programs of attention.forward (tiles/program.py): what arrays each takes, and the planner that finds its launches.
+
+Most calls have no option that is an array, and are FORWARD's. The others differ in what they take or give, so that torch's op
+and JAX's call of each have a type: variants, lists of key blocks, results in float32, results that are updated, fp8."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tiles.arrays import Number
+from tiles.program import Plan, program
+from tiles.schema import Problem, Schema
+
+from . import shared_out
+from .algebra import score_of
+from .assembled import assembled
+from .block_masks import BAND
+from .call_options import OF_AUX, OF_BLOCKS
+from .fp8 import OF_FP8, check_output, of_fp8_cache
+from .gradient import ONCE, gradient
+from .index_checks import Asking, indexed
+from .launches import planned
+from .planning import as_window, bias_of, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
+from .variants import Variant
+
+FORWARD = Schema(
+    "forward",
+    """
+    q    BSHD  tile
+    k    BTGD  tile
+    v    BTGV  tile
+    out  BSHV  tile     in_place
+    lse  BHS   float32  made      return_lse
+    """,
+)
+GIVEN = f"""
+    q             BSHD  tile
+    k             BTGD  tile
+    v             BTGV  tile
+    alibi         H|UH  float32  optional
+    sink          H     float32  optional
+    bias          WXYT  real     optional
+    cu_seqlens    E     ends     optional
+    cu_seqlens_k  E     key_ends  optional
+    lengths_k     N|BZ  key_lengths  optional
+    q_norm        D|HD  real     optional
+    q_norm_bias   D|HD  real     optional
+    k_norm        D|GD  real     optional
+    k_norm_bias   D|GD  real     optional
+    seed          O     index    optional
+{OF_BLOCKS}    lists         *     any      optional
+    marks         *     any      optional
+{OF_AUX}"""
+MADE = """
+    out           BSHV  tile     in_place
+    lse           BHS   float32  made      return_lse
+"""
+UNROUNDED = """
+    out           BSHV  float32  made
+    lse           BHS   float32  made      return_lse
+"""
+JOINED = """
+    out           BSHV  float32  updated
+    lse           BHS   float32  updated
+"""
+VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
+IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
+FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
+
+PACKAGE = sys.modules[__package__]
+
+
+def autograd() -> Any:
+    """The module autograd.py, which takes tensors that require grad. It imports torch, which is there if they are. It is looked
+    up, for an import statement would take a microsecond of every call: the package has it once it is ready. While another
+    thread imports it, sys.modules has it, but the package does not, and the import statement waits for that thread."""
+    found = getattr(PACKAGE, "autograd", None)
+    if found is None:
+        from . import autograd as found
+    return found
+
+
+def _prepare_gradient(arrays: list, options: tuple, layout: str) -> None:
+    """While the kernels of a call are compiled, compile those of its backward pass, if there is to be one (see `meanwhile` of
+    tiles.program)."""
+    q, k, v, *_ = arrays
+    if any([getattr(x.owner, "requires_grad", False) for x in (q, k, v)]):
+        autograd().prepare(*[x.form for x in (q, k, v)], options, layout)
+
+
+@program(FORWARD, gradient, ONCE, _prepare_gradient)
+def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
+    """The Plan of a call without options that are arrays."""
+    check_extents(problem)
+    if shared_out.serves(problem, family):
+        return shared_out.planned(problem, causal, scale, return_lse)
+    return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees, and what becomes of their scores: the options of a variant that are no arrays. left, right: the
+    ends of the window. mask, score: the names that python_functions.py knows the functions by. block_rows, block_cols: the
+    size of a caller's blocks. ready_for: which calls the given lists of key blocks serve (prepared_lists.py)."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    softcap: float | None
+    mask: str | None
+    score: str | None
+    block_rows: int | None
+    block_cols: int | None
+    ready_for: str | None
+
+
+# The parameters of these planners are the options of torch's ops, one by one.
+@program(VARIANTS, gradient, ONCE)
+def _variant(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    norm_eps: float,
+    dropout: float | None,
+    seed_value: Number | None,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The Plan of a call with variants (see Seen), norms and dropout."""
+    check_extents(problem)
+    more = parts_of(problem, norm_eps, dropout, seed_value)
+    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, seen, scale, return_lse, family, more, norm_eps)
+
+
+_block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
+_joined = program(INTO)(_variant.planner)
+
+
+@program(OF_FP8, no_gradient=ONCE)
+def _of_fp8(
+    problem: Problem,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    q_unit: float,
+    k_unit: float,
+    v_unit: float,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The Plan of a call with q, k and v of float8_e4m3fn. q_unit, k_unit and v_unit: the descales that are numbers."""
+    check_extents(problem, 16)
+    check_output(problem)
+    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    numbers: dict[str, float | Number] = {"qk_unit": q_unit * k_unit, "v_unit": v_unit}
+    return planned_variant(problem, seen, scale, return_lse, family, numbers=numbers)
+
+
+@program(FP8_CACHE, no_gradient=ONCE)
+def _fp8_cache(
+    problem: Problem,
+    k_unit: float,
+    v_unit: float,
+    causal: bool,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    mask: str | None,
+    score: str | None,
+    block_rows: int | None,
+    block_cols: int | None,
+    ready_for: str | None,
+    norm_eps: float,
+    dropout: float | None,
+    seed_value: Number | None,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+) -> Plan:
+    """The Plan of a call with q of 16 bits, and k and v of float8_e4m3fn, which are converted to q's dtype first. k_unit and
+    v_unit: the descales that are numbers."""
+    check_extents(problem)
+    more = parts_of(problem, norm_eps, dropout, seed_value)
+    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, seen, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
+
+
+def planned_variant(
+    problem: Problem,
+    seen: Seen,
+    scale: float | None,
+    return_lse: bool,
+    family: str | None,
+    more: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
+    norm_eps: float = 0.0,
+    numbers: dict[str, float | Number] | None = None,
+    units: tuple[float, float] = (1.0, 1.0),
+) -> Plan:
+    """The Plan of a variant. more: further parts of it, with the numbers that each tells its kernels. numbers: what kernels are
+    told besides. units: the descales of keys and values that are converted before."""
+    causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = seen
+    masking, scoring, aux = functions_of(problem, mask, score)
+    if (mask or score) and "Z" in problem.extents:
+        raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
+    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
+    looks = indexed(problem, asking, listed=ready_for is not None)
+    axes, more = [len(x.form.shape) for x in aux], [*more]
+    size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
+    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
+    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
+    if listing and listing.blocked:
+        more.append((listing.blocked, {}))
+    made = assembled(
+        scale_of(problem, scale),
+        causal,
+        (left, right),
+        softcap,
+        "alibi" in problem,
+        bias_of(problem, last=scoring is None),
+        "sink" in problem,
+        None if listing and listing.blocked else masking,
+        scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
+        more,
+    )
+    made = made._replace(numbers=made.numbers | (numbers or {}))
+    plan = planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
+    return plan._replace(steps=[*looks, *plan.steps])

@@ -1,0 +1,182 @@
+"""How a definition becomes a program (tiles/program.py): the schema of its arrays, and the planner that returns the launches of
+the best way. One program serves all arrays of the same kinds, whatever their lengths."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tiles.arrays import Operand
+from tiles.checks import Check, asked
+from tiles.program import Plan, Program
+from tiles.recording import Recorded, recorded
+from tiles.schema import Schema
+
+from . import graph, module, terms
+from .candidates import Chosen
+from .definition import Definition, NoKernel
+from .early import Early
+from .functions import CASTS, FP8, MAPS
+from .given import index_values
+from .terms import Term
+from .trace import Shape, Traced
+
+FLOATS = ("bfloat16", "float16", "float32")
+HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # a dtype, as a schema calls it (tiles/schema.py)
+
+
+class FusedProgram(Program):
+    """The program of a definition. results: how many it has. single: does it return one, not a tuple of one? dtypes: those that
+    results have whatever the arguments have, "" where they follow the first argument."""
+
+    def __init__(self, schema: Schema, planner: Callable[..., Plan], found: Traced, gradient: Callable):
+        super().__init__(schema, planner, gradient)
+        self.results, self.single = len(found.roots), found.single
+        self.dtypes = [x.held_as("") for x in found.roots]
+
+
+def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callable[..., Callable]) -> FusedProgram:
+    """The program for arrays of these shapes, whose extents say nothing but which are 1. gradient: gradient(outs, names,
+    options, layout), what JAX asks for (see tiles.program), where the results are called `outs`. TypeError: a dtype is none
+    that kernels take."""
+    found = function._trace(shapes)
+    arrays = {name: s for name, s in zip(function.names, shapes) if s.extents}
+    numbers = [name for name, s in zip(function.names, shapes) if not s.extents]
+    refuse_dtypes(found, arrays)
+    name = module.unused(function.name, module.PROGRAMS)
+    module.PROGRAMS.add(name)
+    schema, beyond = schema_of(name, found, arrays)
+
+    def planner(problem, *values):
+        extents = iter([problem[name].form.shape for name in arrays])
+        exact = tuple([s._replace(extents=next(extents)[:: -1 if s.turned else 1]) if s.extents else s for s in shapes])
+        plan = planned(function, problem, exact, dict(zip(numbers, values)))
+        if beyond:
+            raise NoKernel(f"{function.name}: a result must have axes of the arguments: {beyond[0]!r:.200}")
+        return plan
+
+    parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("problem", *numbers)]
+    planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    planner.__annotations__ = dict.fromkeys(numbers, float)
+    return FusedProgram(schema, planner, found, functools.partial(gradient, found.outs))
+
+
+# ---- the schema ------------------------------------------------------------------------------------------------------
+def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
+    """(the schema of the arguments that are arrays, and of the results; the results with an axis of which no extent is known).
+    A result has the axes of arguments, halves of them, and axes of length 1."""
+    inputs = dict(found.inputs)
+    letters = graph.axes(*[inputs[name] for name in arrays], *found.roots)
+    given, made = letters[: len(arrays)], letters[len(arrays) :]
+    letter_of = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].names, its) if axis}
+    halves = {
+        one: _half_of(letter_of[axis.root.whole.root])
+        for x, its in zip(found.roots, made)
+        for axis, one in zip(x.names, its)
+        if axis is not None and axis.root not in letter_of and axis.root.whole and axis.root.whole.root in letter_of
+    }
+    known = {*"".join(given), *halves}
+    beyond = [
+        x for x, its in zip(found.roots, made) if any(axis is not None and one not in known for axis, one in zip(x.names, its))
+    ]
+    extents: dict[str, Any] = {axis: 1 for axis in set("".join(made)) - known} | halves
+    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), **extents), beyond
+
+
+def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str], made: Sequence[str]) -> list[str]:
+    """A row for each argument and each result: its name, its axes, what it holds. The first argument decides what results hold
+    that are no casts."""
+    first, *others = [s.dtype for s in arrays.values()]
+    like_first = "float32" if first == "float32" else "tile"
+    named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8"}
+    holds = [like_first, *(named.get(dtype, "real") for dtype in others)]
+    rows = [f"{name} {axes} {its}" for name, axes, its in zip(arrays, given, holds)]
+    for name, axes, x in zip(found.outs, made, found.roots):
+        rows.append(f"{name} {axes} {HOLDS[x.held_as('')] if x.operation in CASTS else like_first} made")
+    return rows
+
+
+def _half_of(axis: str) -> Callable[[Mapping[str, Any]], Any]:
+    """The extent of a result's axis that is half of this one, as a schema asks for it."""
+    return lambda extents: extents[axis] // 2
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbers: Mapping[str, float]) -> Plan:
+    """The launches of the best way, for this problem. shapes: of all arguments. numbers: those that are no arrays, by name.
+    NoKernel: no kernel serves these arrays."""
+    refuse_mixed(function, shapes)
+    made = function._chosen(shapes, problem.device)
+    refuse_unaligned(function, problem, made)
+    operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(function.names, shapes)]
+    operands += [problem[name] for name in made.outs]
+    scratch = [(x.extents, x.held_as(problem.dtype)) for x in made.scratch]
+    operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
+    places = len(problem.schema.places) + len(scratch)
+    try:
+        steps, more = recorded(module.load(made.text, function.name).launch, *operands, places=places)
+    except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
+        of_kernel = {module.array(name): name for name in function.names}
+        said = re.sub(r"\bg[A-Z]\w*", lambda found: of_kernel.get(found[0], found[0]), str(error))
+        raise NoKernel(f"{function.name}: {said}") from None
+    operand_of, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
+    steps = [step if step.late is None else _early(step, next(own), operand_of) for step in steps]
+    checks = index_checks(function, problem, shapes) if problem.device is None or asked().values else []
+    return Plan([*checks, *steps], [*scratch, *more])
+
+
+def index_checks(function: Definition, problem: Any, shapes: tuple[Shape, ...]) -> list[Check]:
+    """The step that refuses an index which chooses what is not there; none if no argument is an index."""
+    places = problem.schema.places
+    among = chosen_among(function._trace(shapes))
+    rows = [(name, places[name], problem[name].form, index_values(name, n)) for name, n in among.items()]
+    return [Check(rows, {})] if rows else []
+
+
+def chosen_among(found: Traced) -> dict[str, int]:
+    """The arguments that are indices, by name, and how many things each chooses among."""
+    return {x.what[0]: among for x, (_, among) in graph.indices(found.roots).items()}
+
+
+def _early(step: Recorded, kernel: Any, operand_of: Mapping[Term, Operand]) -> Any:
+    """The launch of a kernel, as a step that begins before the launch ahead of it has ended, if the kernel is one that may."""
+    if not kernel.early:
+        return step
+    return Early(step, [operand_of[x] for x in kernel.ahead], [operand_of[x] for x in kernel.roots])
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+def refuse_dtypes(found: Traced, arrays: Mapping[str, Shape]) -> None:
+    """TypeError: an argument has a dtype that kernels do not compute with. The first must be of FLOATS. Others may be of fp8,
+    and of integers where they are an index or dropout's seed, and nothing else is computed from them."""
+    inputs, every = dict(found.inputs), [*graph.walk(*found.roots)]
+    integers = {x.of[2] for x in every if x.operation == "dropout"} | {*graph.indices(found.roots)}
+    integers -= {y for x in every if x.operation in MAPS for y in x.of}
+    first = next(iter(arrays))
+    for name, s in arrays.items():
+        if s.dtype not in FLOATS and (name == first or not (s.dtype == FP8 or inputs[name] in integers)):
+            raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
+
+
+def refuse_mixed(function: Definition, shapes: tuple[Shape, ...]) -> None:
+    """NoKernel: a product is of arrays of two dtypes."""
+    for x in graph.walk(*function._trace(shapes).roots):
+        of = [y.of[0] if y.operation == "transpose" else y for y in x.of] if x.operation == "matmul" else []
+        held = [y.what for y in of if y.operation == "input" and y.what[1] != FP8]
+        if len({dtype for _, dtype in held}) > 1:
+            said = ", ".join(f"{name}.dtype={dtype!r}" for name, dtype in held)
+            raise NoKernel(f"{function.name}: a product must be of arrays of one dtype, which are here: {said}")
+
+
+def refuse_unaligned(function: Definition, problem: Any, made: Chosen) -> None:
+    """NoKernel: cp.async would have to copy 16 bytes from an address, or with a stride, that is no multiple of 16."""
+    for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
+        row = x.nbytes // math.prod(x.extents[:-1])
+        pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else row & 15 or 16
+        if pieces < 16:
+            name = x.what[0] if x.operation == "input" else repr(x)
+            raise NoKernel(f"{function.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")

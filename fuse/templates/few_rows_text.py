@@ -1,0 +1,202 @@
+"""What fills the gaps of few_rows.jinja: the arrays, vectors and products of a kernel, by their names, and its lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..graph import along, is_tile
+from ..lines import assigned
+from ..module import DTYPES, array
+from ..terms import Term, viewed
+from .found import Weight
+from .product_text import Named, Part, Words, extent, index, lead, reading
+
+if TYPE_CHECKING:
+    from .few_rows import FewRows
+
+NAMES = (
+    "u me inner batch col first band turn tile made right low weights mine steps narrow product total sums own place".split()
+)  # ours
+
+
+class Streamed(NamedTuple):
+    """A weight that comes through a ring. ring, array: the names of the ring and of the kernel's parameter. tile: the name of
+    its type. turned: see Weight. acc: the accumulator of its product. parts, full: the shared memory and the barrier for what
+    other blocks of the cluster send of that product. lead: see Named. upright: see FewRows."""
+
+    ring: str
+    array: str
+    tile: str
+    turned: bool
+    acc: str = ""
+    parts: str = ""
+    full: str = ""
+    lead: str = ""
+    upright: bool = False
+
+    @property
+    def form(self) -> str:
+        """The letters of the product's op: y.T = w.T @ u.T, or y = u @ w."""
+        return "ABt" if self.turned else "AB" if self.upright else "AtBt"
+
+    def factors(self, u: str, i: str) -> str:
+        """The expressions of the i-th tiles of both factors, the left one first."""
+        if not self.upright:
+            return f"{self.mine(i)}, {u}.wait({i})"
+        tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
+        return f"{u}.wait({i}), {tile if self.turned else f'cluster.own({tile})'}"
+
+    def mine(self, i: str) -> str:
+        """The expression of the consumer's part of the i-th tile."""
+        return f"subtile({self.ring}.wait({i}), {'64' if self.turned else 'DEPTH, 0, 64'}, me)"
+
+    @classmethod
+    def of(cls, weight: Weight, parameters: dict[Term, str], apart: bool = False, upright: bool = False) -> Streamed:
+        """The Streamed of a weight. apart: are there several products, whose names must differ?"""
+        name = parameters[weight.array]
+        mark = f"{name}_" if apart else ""
+        of_product = f"acc_{name}" if apart else "acc", f"{mark}parts", f"{mark}full"
+        return cls(name, array(name), name.upper(), weight.turned, *of_product, lead(weight.array), upright)
+
+
+class Side(NamedTuple):
+    """A sum of rows that is computed alongside the product. inner: the expression of what is summed. parts, known: the shared
+    memory and the barrier for what other blocks of the cluster send of it."""
+
+    name: str
+    inner: str
+    parts: str
+    known: str
+
+
+class Narrow(NamedTuple):
+    """A narrow product that is computed alongside, `first`, and the matrix that it is multiplied by, `second`. rank: its
+    columns. scaled: the expression of the narrow product as it goes on."""
+
+    rank: int
+    first: Streamed
+    second: Streamed
+    scaled: str
+
+
+class Vector(NamedTuple):
+    """A vector along k that comes through a ring beside x. row: what it is called once it is read. at: the coordinates of its
+    i-th part for TMA."""
+
+    name: str
+    array: str
+    tile: str
+    dtype: str
+    row: str
+    at: str
+
+    @classmethod
+    def of(cls, x: Term, name: str) -> Vector:
+        dtype = DTYPES.get(viewed(x).what[1], "fp32")
+        return cls(name, array(name), name.upper(), dtype, f"{name}_row", index(x, "0", "first + i"))
+
+
+def gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
+    """What fills the gaps of few_rows.jinja, by name."""
+    dtype, words = DTYPES[kernel.dtype], Words(kernel, parameters, spoken, NAMES)
+    x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
+    upright, several = kernel.upright, len(kernel.products) > 1
+    products = [Streamed.of(w, parameters, several, upright) for w in kernel.products.values()]
+    vectors = [Vector.of(v, parameters[v]) for v in kernel.vectors]
+
+    # what the preparer does
+    inside = {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}
+    prologue, operand, summed = words.prologue(inside)
+    band = dtype if kernel.plain and not kernel.sides else "fp32"
+    if kernel.narrow and band == "fp32":
+        prologue, operand = [*prologue, f"made = {dtype}({operand})"], "made"
+    sides = [Side(*one, f"{one[0]}_parts", f"known_{n}" if n > 1 else "known") for n, one in enumerate(summed, 1)]
+
+    # what is made of it
+    narrow = None
+    if kernel.narrow:
+        ((first, second),) = kernel.narrow.values()
+        scaled = words.narrow("product", products[0].acc)
+        narrow = Narrow(kernel.rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
+    known = {p: s.acc for p, s in zip(kernel.products, products)}
+    extension = kernel.extension
+    if extension:
+        known[extension.joint] = products[0].acc
+    known |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.sides, sides)}
+    place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + mine"
+    if upright:
+        place = "row_index(rt(16, COLUMNS, fp32).col_vec) + mine", "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col"
+    epilogue, written = words.epilogue(known, _read_upright if upright else _read, *place)
+
+    opened = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
+    opened += [part for p in products for part in (p.ring, p.parts, p.full)]
+    opened += [part for s in sides for part in (s.parts, s.known)]
+    rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
+    opened += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
+    told = [(x.array, f"tensor({x.name}, X)"), *((v.array, f"tensor({v.name}, {v.tile})") for v in vectors)]
+    told += [(r.array, f"tensor({r.ring}, {r.tile})") for r in rings]
+    if narrow and not narrow.second.turned:
+        told[-1] = narrow.second.array, f"tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
+    if extension:
+        left, right = parameters[extension.left], parameters[extension.weight.array]
+        told += [(array(left), f"tensor({left}, X)"), (array(right), f"tensor({right}, {products[0].tile})")]
+    result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
+    counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
+    blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
+    parts = Part.of(kernel, parameters)
+    told += [(array(part.weight), f"tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
+    told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, *kernel.roots)]
+    told += words.kept.arguments if words.kept else []
+    steps = f"-(-{wide} // (BLOCKS * DEPTH))"
+    early = ", early=True" if kernel.early else ""
+    numbers = words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
+    numbers += [(part.end,) * 2 for part in parts[:-1]]
+    numbers += [("each", f"{parameters[kernel.each]}.shape[1]")] if kernel.each is not None else []
+    ends = [f"{part.end} = {part.before + ' + ' if part.before else ''}-(-{part.result}.shape[1] // COLUMNS)" for part in parts]
+    counted = "cols * BLOCKS" if parts else counted
+    s = kernel.schedule
+    assert s
+    weights = "fp8e4m3" if kernel.widens else dtype
+    types = [("X", f"st(ROWS, DEPTH, {dtype})")]
+    types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.turned else 'DEPTH, COLUMNS'}, {weights})") for p in products]
+    types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
+    types += [("BAND", f"rt(16, DEPTH, {band})")] if kernel.prepared else []
+    if narrow:
+        thin = "RANK, DEPTH" if narrow.first.turned else "DEPTH, RANK"
+        back = "COLUMNS, RANK" if narrow.second.turned else "TURNS * RANK, COLUMNS"
+        types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({thin}, {dtype})")]
+        types += [(narrow.second.tile, f"st({back}, {dtype})")]
+        types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
+    return {
+        "schedule": s, "dtype": dtype, "plain": kernel.plain, "prepared": kernel.prepared, "types": assigned(types, 0),
+        "widens": kernel.widens, "upright": upright,
+        "u": x.name if kernel.plain else "u", "opened": opened, "products": products, "narrow": narrow, "sides": sides,
+        "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
+        "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
+        "arguments": [*told, ("steps", "steps"), *([("inner", "inner")] if extension else []), *numbers],
+        "extension": extension and {"x": array(left), "w": array(right)},
+        "beside": parts, "made": kernel.made(s.rows),
+        "before": [*ends, f"blocks, steps = {counted}, {steps}"] if not extension else [
+            f"inner, more = -(-{wide} // DEPTH), -(-{left}.shape[1] // DEPTH)",
+            f"blocks, steps = {counted}, -(-(inner + more) // BLOCKS)",
+        ],
+        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
+    }  # fmt: skip
+
+
+def _read_upright(y: Term, name: str) -> str:
+    """The expression that reads another operand of the epilogue, for a tile whose rows stand upright."""
+    return reading(y, name, "rt(16, COLUMNS, fp32)", "mine", "COLUMNS * col")
+
+
+def _read(y: Term, name: str) -> str:
+    """The expression that reads another operand of the epilogue, transposed as the accumulator is."""
+    if y.operation == "spread":
+        return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"
+    if not any(y.names[-2:]):
+        return reading(y, name, "", "", "")
+    if is_tile(y):
+        return f"transpose(load({name}, rt(ROWS, 16, fp32), {index(y, '0', 'mine')}))"
+    if along(y):
+        return f"load({name}, rt(16, ROWS, fp32).col_vec, {index(y, '0', 'mine')})"
+    return f"load({name}, rt(16, ROWS, fp32).row_vec, {index(y, '0', '0')}, cols={y.ndim - 2})"
