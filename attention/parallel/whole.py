@@ -13,7 +13,7 @@ from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, asked
 from tiles.frameworks import describe
 
 from ..softmax.call_options import AUX, blocks_of, ends_of
-from ..softmax.forward import VARIANTS
+from ..softmax.forward_programs import VARIANTS
 from ..softmax.index_checks import Asking, indexed
 from ..softmax.launches import over
 from ..softmax.planning import check_extents
