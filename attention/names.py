@@ -80,7 +80,7 @@ def by_other_names(function: F) -> F:
             return function(*args, **given)
         except TypeError as error:
             unknown = re.match(rf"{function.__qualname__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
-            said = unknown and _said(unknown[1], list(inspect.signature(function).parameters))
+            said = unknown and what_it_is_here(unknown[1], list(inspect.signature(function).parameters))
             if not said:
                 raise
             raise TypeError(f"{str(error).partition('. Did you')[0]}; {said}") from None
@@ -88,7 +88,7 @@ def by_other_names(function: F) -> F:
     return cast(F, call)
 
 
-def _said(theirs: str, parameters: list[str]) -> str:
+def what_it_is_here(theirs: str, parameters: list[str]) -> str:
     """What to say of a name that a function with these parameters does not know; "" if nobody knows what is meant."""
     for ours in THEIRS.get(theirs, ()):
         name = re.match(r"(\w+)(=|$)", ours)

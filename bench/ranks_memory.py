@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 from attention import parallel
-from attention.parallel import softmax
+from attention.parallel import plans
 from attention.parallel.peers import Peers, Pending
 from attention.softmax import remote_keys
 
@@ -66,14 +66,14 @@ def nothing(q, k, v, *, out=None, return_lse=False, **options):
 @contextmanager
 def computing_nothing():
     """Inside, attention computes nothing, but calls are planned as ever."""
-    forward, planned = attention.forward, softmax._planned
+    forward, planned = attention.forward, plans.planned
 
     def in_earnest(*given):
         with patch.object(attention, "forward", forward):
             return planned(*given)
 
     with (
-        patch.object(softmax, "_planned", in_earnest),
+        patch.object(plans, "planned", in_earnest),
         patch.object(attention, "forward", nothing),
         patch.object(remote_keys, "apart", lambda q, k, v, *others: nothing(q, k, v)),
     ):

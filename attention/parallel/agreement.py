@@ -5,47 +5,49 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from tiles.checks import ENDS, Check, asked
-from tiles.frameworks import describe
+from tiles.checks import asked
 
 from ..softmax.block_masks import FIELDS
 from ..softmax.python_functions import named
-from .peers import Peers, of_torch
+from .peers import Peers
 
 T = TypeVar("T")
-FORMS = 1024  # how many forms of calls are remembered
-REFUSED = TypeError, ValueError, NotImplementedError
+FORMS = 1024  # how many forms of calls are remembered of each group
+REFUSED = "refused: "  # how the words of a rank begin that does not make the call
+ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
 PLAIN = frozenset([bool, int, float, str])
-_KNOWN: dict[Hashable, Any] = {}
+_KNOWN: dict[Any, dict[Hashable, Any]] = {}  # by group, so that all its ranks forget at the same call
 
 
-def remembered(key: Hashable) -> Any:
+def remembered(peers: tuple[Peers, ...], form: Hashable) -> Any:
     """What `agreed` returned for this form, or None."""
-    return _KNOWN.get(key)
+    return _KNOWN.setdefault(peers, {}).get(form)
 
 
-def agreed(peers: Sequence[Peers], key: Hashable, plan: Callable[[], tuple[str, T]], device: Any) -> T:
-    """What `plan` makes of a call of this form, remembered; it also says what all ranks must have in common.
+def agreed(peers: tuple[Peers, ...], form: Hashable, plan: Callable[[], tuple[str, T]], device: Any) -> T:
+    """What `plan` makes of a call of this form, remembered; it also says what all ranks must have in common. form: None for a
+    call that is so wrong that it has none. device: of the call's tensors, or None where these are none.
 
-    ValueError on every rank: they say different things. If a rank's plan raises, it raises that, and so do the others, who then
-    know why. Ranks of which some remember the form and others do not wait for each other until torch's timeout; with
+    ValueError on every rank: they say different things. If a rank's plan raises, it raises that, and so do the others, with
+    the same words. Ranks of which some remember the form and others do not wait for each other until torch's timeout; with
     TILES_CHECK=1 nothing is remembered."""
-    found = _KNOWN.get(key)
-    if found is not None:
+    known = _KNOWN.setdefault(peers, {})
+    if form is not None and (found := known.get(form)) is not None:
         return found
     error, made, said = None, None, ""
     try:
         said, made = plan()
-    except REFUSED as refused:
-        error, said = refused, f"{type(refused).__name__}: {refused}"
+    except Exception as refused:  # whatever it is: others wait
+        error, said = refused, f"{REFUSED}{type(refused).__name__}: {refused}"
     every = [said]
     if any([one.world > 1 for one in peers]):
         digest, same = hashlib.sha256(said.encode()).digest(), True
         for one in reversed(peers):  # along a row of a mesh, and then along its column
-            found = one.gathered(digest, device)
+            found = one.gathered(digest, one.device if device is None else device)
             same &= len(set(found)) == 1
             digest = hashlib.sha256(b"".join(found)).digest()
         if not same:
@@ -53,20 +55,28 @@ def agreed(peers: Sequence[Peers], key: Hashable, plan: Callable[[], tuple[str, 
                 every = [part for parts in one.told("\0".join(every)) for part in parts.split("\0")]
     if error is not None:
         raise error
+    for rank, its in enumerate(every):
+        if its.startswith(REFUSED):
+            name, _, why = its.removeprefix(REFUSED).partition(": ")
+            raise ERRORS.get(name, RuntimeError)(f"group: its rank {rank} refuses this call: {why}")
     if len(set(every)) > 1:
         raise ValueError("group: its ranks ask for different things:\n" + differences(every))
-    if len(_KNOWN) >= FORMS:
-        _KNOWN.clear()
+    if len(known) >= FORMS:
+        known.clear()
     if not asked().values:
-        _KNOWN[key] = made
+        known[form] = made
     return made  # type: ignore[return-value]
 
 
 def differences(said: Sequence[str]) -> str:
-    """The parts of what each rank says in which ranks differ, in words."""
-    parts = [one.split("; ") for one in said]
-    shared = set(parts[0]).intersection(*parts[1:])
-    return "\n".join([f"rank {rank}: {'; '.join([x for x in one if x not in shared])}" for rank, one in enumerate(parts)])
+    """The parts of what ranks say in which they differ, a line for all that say the same."""
+    parts = [{re.split("[:=]", part)[0]: part for part in one.split("; ")} for one in said]
+    every = dict.fromkeys([name for one in parts for name in one])
+    names = [name for name in every if len({one.get(name) for one in parts}) > 1]
+    lines: dict[str, list[str]] = {}
+    for rank, one in enumerate(parts):
+        lines.setdefault("; ".join([one.get(name, f"no {name}") for name in names]), []).append(str(rank))
+    return "\n".join([f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {line}" for line, ranks in lines.items()])
 
 
 def form_of(x: Any) -> Hashable:
@@ -87,22 +97,10 @@ def form_of(x: Any) -> Hashable:
 
 def words_of(name: str, x: Any) -> str:
     """The same in words, as far as ranks must agree on it."""
-    if name == "bias":
-        return f"{(*x.shape[:2], x.shape[2] > 1, x.shape[3])}"
     if isinstance(x, (tuple, list)):
         return f"({', '.join([words_of('', y) for y in x])})"
-    if inspect.isfunction(x) or hasattr(x, "kv_num_blocks"):
+    if inspect.isfunction(x):
+        return f"{named('mask', x)}".partition(" of call ")[0]  # each rank counts its own calls of what may change
+    if hasattr(x, "kv_num_blocks"):
         return f"{form_of(x)}"
     return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"
-
-
-def check_ends(ends: Any, total: int, planning: bool = False) -> None:
-    """TypeError, ValueError: cu_seqlens is not what one GPU would take of the whole. Parts are clamped: no kernel would see it.
-    In every call, as others may come than were planned with; those of a GPU are read when planning, where TILES_CHECK asks."""
-    if ends is not None:
-        of_torch(cu_seqlens=ends)
-    if ends is None or (ends.is_cuda and not (planning and asked().values)):
-        return
-    array = describe(ends, "cu_seqlens")
-    stream = 0 if array.device is None else array.kind.stream(ends, array.device)
-    Check([("cu_seqlens", 0, array.form, ENDS)], {"S": total}).run(stream, [array.pointer])

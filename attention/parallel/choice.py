@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .orders import Span, Spans, count, runs
 from .pieces import Call
@@ -65,9 +65,9 @@ class Estimate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The result of explain=True: the scheme, why, and the estimate for each."""
+    """The result of explain=True: the scheme, or a pair on a mesh, why, and the estimate for each, on a mesh none."""
 
-    scheme: str
+    scheme: Any
     why: str
     estimates: tuple[Estimate, ...]
 

@@ -158,10 +158,8 @@ class Way:
         kept = [next((place for place in [_within(box, one) for one in own] if place), None) for _, box in going]
         self.kept = [place and Views(self.shape, [view_of(*place)]) for place in kept]
         self.rows: dict[Any, Rows] = {}
-        as_many = have.shape[1] == want.shape[1]  # also of a rank that has no rows, and so none of fewer heads
-        self.by_rows = (
-            as_many and self.whole and not self.nothing and None not in (self.here.of_all_heads, self.there.of_all_heads)
-        )
+        of_all_heads = have.heads == want.heads and None not in (self.here.of_all_heads, self.there.of_all_heads)
+        self.by_rows = self.whole and not self.nothing and of_all_heads
 
     def rows_of(self, x: Any) -> Rows:
         """The Rows of an array, for a Way that is by_rows."""

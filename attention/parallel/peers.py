@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+F = TypeVar("F", bound=Callable)
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+
+
+def uncompiled(function: F) -> F:
+    """Decorator: torch.compile breaks its graph where the function is called, and does not look inside, where messages are."""
+
+    @functools.wraps(function)
+    def call(*args, **told):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **told)
+        return function(*args, **told)
+
+    made = cast(F, call)
+    made.__code__ = made.__code__.replace(co_name=function.__name__)  # of its own: Dynamo counts what it compiles of each
+    return made
 
 
 class Pending:
@@ -50,6 +65,12 @@ class Peers:
         if backend is None:
             return Pending(dist.batch_isend_irecv(self._operations(sends, receives)), held)
         return Pending(_at_once(backend, sends, receives), held)
+
+    @property
+    def device(self) -> Any:
+        """That of a message of a rank that has no tensors."""
+        on_gpu = self.group is not None and "cuda" in dist.get_backend_config(self.group) and torch.cuda.is_available()
+        return torch.device("cuda" if on_gpu else "cpu")
 
     @property
     def maps(self) -> bool:
@@ -125,7 +146,7 @@ ALONE = Peers(None, 0, 1, (0,))
 
 def peers_of(group: Any) -> tuple[Peers, ...]:
     """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each of a tuple of these
-    is a dimension, too; Peers are what they are. TypeError, RuntimeError."""
+    is a dimension, too; Peers are what they are. TypeError, ValueError, RuntimeError."""
     if group is None:
         return (_peers(dist.group.WORLD),) if dist.is_initialized() else (ALONE,)
     if isinstance(group, Peers):
@@ -134,6 +155,8 @@ def peers_of(group: Any) -> tuple[Peers, ...]:
         return tuple([one for part in group for one in peers_of(part)])
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
         return tuple([_peers(group.get_group(dim)) for dim in range(group.ndim)])
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not one of its ranks: only these call what works on the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: must be a process group or a DeviceMesh of torch.distributed, or a tuple of two: {group=!r}")
     if not dist.is_initialized():
@@ -152,6 +175,8 @@ def of_torch(**arrays: Any) -> None:
     for name, x in arrays.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: must be a tensor of torch, by whose processes arrays travel, not {type(x).__name__}")
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name}: must be this rank's share, and is a DTensor: pass {name}.to_local()")
 
 
 def one_of(group: Any) -> Peers:

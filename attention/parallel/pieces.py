@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-
-from tiles import inlined
 
 from ..softmax import ampere, hopper
 from ..softmax.algebra import slopes_of
 from ..softmax.python_functions import known, named
 from .orders import Span, Spans, merged
+from .placed import begins_of, begins_of_sequences, lengths_of, placed_mask, placed_score
 
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # depend on the position of each query
-ASKING = PLACED | {"alibi", "window", "seed"}  # depend on which queries and keys a piece has
 TILE = 128  # rows of a tile of queries in backward; a tile may have twice as many
 WHOLE = 384  # a multiple of the rows of a tile in every kernel for windows
 SEEDS = 2**63
@@ -158,7 +155,7 @@ class Call(NamedTuple):
         alike = len(spans) >= least and len({len(span) for span in spans}) == 1 and right in (None, 0)
         if not alike or self.told.get("dropout") or PLACED & self.told.keys() or any([x.start or not len(x) for x in reaches]):
             return None
-        lengths = _lengths(tuple([x.stop for x in reaches]), batch, self.device)
+        lengths = lengths_of(tuple([x.stop for x in reaches]), batch, self.device)
         rows, keys = Span(0, sum([len(span) for span in spans])), Span(0, max([x.stop for x in reaches]))
         return Piece(rows, keys, self.told | {"lengths_k": lengths}, 0, False)
 
@@ -173,6 +170,10 @@ class Call(NamedTuple):
             return {name: told[name] for name in ("causal", "window") if name in told}
         if "cu_seqlens_k" in told or {"cu_seqlens", "lengths_k"} <= told.keys():
             raise NotImplementedError(f"{ends[1]}: keys of packed sequences other than their queries need scheme='ulysses'")
+        if {"bias", "cu_seqlens"} <= told.keys():
+            raise NotImplementedError(
+                "bias: of packed sequences, each of which begins at its first row, it needs scheme='ulysses'"
+            )
         if "blocks" in told and len(ends) > ("alibi" in told):
             raise NotImplementedError(f"blocks: with {ends[0]} they need scheme='ulysses'")
         before = right is not None and k.stop - 1 <= q.start + past + right
@@ -235,68 +236,15 @@ class Call(NamedTuple):
         found: dict[str, Any] = {}
         functions = [name for name in ("mask", "score") if told.get(name) is not None]
         if functions:
-            begins = _begins(self.heads.start, q.start, k.start, self.device)
+            at = self.heads.start, q.start, k.start
+            begins = begins_of(*at, self.device) if "cu_seqlens" not in told else begins_of_sequences(*at, told["cu_seqlens"])
             found["aux"] = (begins, *told.get("aux", ()))
             for name in functions:
-                found[name] = (placed_mask if name == "mask" else placed_score)(told[name])
+                found[name] = (placed_mask if name == "mask" else placed_score)(told[name], "cu_seqlens" in told)
         if told.get("dropout"):
             number = (self.heads.start * self.length + q.start) * self.keys + k.start
             found["seed"] = (told["seed"] ^ (number * MIXED % SEEDS)) if number else told["seed"]
         return found
-
-
-# rows of an array of queries, rows of an array of keys, and what the former see of the latter
-Part = tuple[slice, slice, Piece]
-
-
-def fewer(parts: Sequence[Part]) -> list[Part]:
-    """The same parts in fewer calls, because at the end of each call a part of the GPU idles. Joined are: keys of which queries
-    see all, with the keys behind them that the same queries see; and queries that see all of the same keys. Nothing is joined
-    if an option depends on which queries and keys these are."""
-    found: list[Part] = []
-    for one in parts:
-        rows, seen, part = one
-        last = found[-1] if found else one
-        behind = last[0] == rows and last[1].stop == seen.start and (_whole(one) or len(part.keys) >= len(part.rows))
-        if behind and _whole(last) and _alike(last, one):
-            seen = slice(found.pop()[1].start, seen.stop)
-        found.append((rows, seen, part))
-    parts, found = found, []
-    for one in parts:
-        rows, seen, part = one
-        if found and _whole(found[-1]) and _whole(one) and found[-1][1] == seen and found[-1][0].stop == rows.start:
-            rows = slice(found.pop()[0].start, rows.stop)
-        found.append((rows, seen, part))
-    return found
-
-
-def of_parts(parts: Sequence[Part], call: Call, batch: int) -> list[Part]:
-    """Parts with the same number of queries each, one behind the other, which see keys from the same first key on, as one call,
-    which has no gradients. [] if that is not possible."""
-    every, keys = [rows for rows, _, _ in parts], [seen for _, seen, _ in parts]
-    adjacent = all([one.stop == then.start for one, then in pairwise(every)]) and not any([seen.start for seen in keys])
-    if len(parts) < 2 or not adjacent or len({rows.stop - rows.start for rows in every}) > 1:
-        return []
-    if any([_asks(part) or part.options != parts[0][2].options for _, _, part in parts]):
-        return []
-    lengths = _lengths(tuple([seen.stop for seen in keys]), batch, call.device)
-    rows, seen = slice(every[0].start, every[-1].stop), slice(0, max([seen.stop for seen in keys]))
-    return [(rows, seen, parts[-1][2]._replace(options=parts[0][2].options | {"lengths_k": lengths}))]
-
-
-def _asks(piece: Piece) -> bool:
-    """Does any option of the piece depend on which queries and keys it has?"""
-    return not ASKING.isdisjoint(piece.options)
-
-
-def _whole(part: Part) -> bool:
-    """Do all of its queries see all of its keys?"""
-    return not _asks(part[2]) and not part[2].options.get("causal")
-
-
-def _alike(one: Part, other: Part) -> bool:
-    """Are all options of the two the same, except causal?"""
-    return one[2].options | {"causal": True} == other[2].options | {"causal": True}
 
 
 def nothing(out: Any, lse: Any, call: Call) -> None:
@@ -337,42 +285,6 @@ class _Blocks:
         for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
             x = getattr(blocks, name)
             setattr(self, name, None if x is None else taken(x))
-
-
-@functools.lru_cache(256)
-def placed_mask(mask: Callable) -> Callable:
-    """The mask, shifted to where the heads, queries and keys of a piece begin."""
-
-    within = inlined(mask)
-
-    def mask_in_its_place(b, h, i, j, begins, *aux):
-        return within(b, h + begins[0], i + begins[1], j + begins[2], *aux)
-
-    return mask_in_its_place
-
-
-@functools.lru_cache(256)
-def placed_score(score: Callable) -> Callable:
-    """The same for a score."""
-
-    within = inlined(score)
-
-    def score_in_its_place(s, b, h, i, j, begins, *aux):
-        return within(s, b, h + begins[0], i + begins[1], j + begins[2], *aux)
-
-    return score_in_its_place
-
-
-@functools.lru_cache(4096)
-def _begins(head: int, row: int, key: int, device: Any) -> Any:
-    """The (head, query, key) with which a piece begins, as an array. Made once, because a copy to the device takes time."""
-    return torch.tensor([head, row, key], dtype=torch.int32, device=device)
-
-
-@functools.lru_cache(4096)
-def _lengths(ends: tuple[int, ...], batch: int, device: Any) -> Any:
-    """Keys of parts of queries: see attention.forward's lengths_k."""
-    return torch.tensor([ends] * batch, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(64)

@@ -17,9 +17,10 @@ import torch
 import attention
 
 from .gradients import Gradients
+from .joins import Part, fewer, of_parts
 from .orders import Span, Spans, count, merged, places, without
 from .peers import Peers, Pending
-from .pieces import Call, Part, fewer, nothing, of_parts
+from .pieces import Call, nothing
 
 
 class Turn(NamedTuple):

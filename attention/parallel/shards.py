@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ import torch
 from .agreement import agreed
 from .moves import Cut, gathered_sums, move, way
 from .orders import Order, Span, order_of
-from .peers import Peers, one_of, peers_of
+from .peers import Peers, of_torch, one_of, peers_of, uncompiled
+from .whole import number_of_tokens
 
 Cuts = tuple[Cut, ...]
 
 
+@uncompiled
 def shard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag") -> Any:
     """This rank's share of a tensor that every rank has as a whole, along `dim`: a copy, contiguous.
 
@@ -26,6 +29,7 @@ def shard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag"
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
 
 
+@uncompiled
 def unshard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigzag", length: int | None = None) -> Any:
     """The whole tensor on every rank, from the shares that `shard` gave. length: that of the whole, if shares differ; by
     default the length of a share times the number of ranks. Differentiable: the gradient of a share is the sum over all
@@ -33,6 +37,7 @@ def unshard(x: Any, group: Any = None, dim: int = 1, order: str | Order = "zigza
     return _moved(x, one_of(group), dim, order, None, length)
 
 
+@uncompiled
 def reorder(
     x: Any,
     group: Any = None,
@@ -49,20 +54,29 @@ def reorder(
 def _moved(x: Any, peers: Peers, dim: int, order: str | Order, to: str | Order | None, length: int | None) -> Any:
     """A share in another order, or the whole of it for None. ValueError on every rank, before anything travels."""
 
-    def plan() -> tuple[str, tuple[Cuts, Cuts]]:
-        before = cuts(x.shape[dim], peers, order, length)
-        total, others = sum([cut.shape[0] for cut in before]), (*x.shape[:dim], *x.shape[dim:][1:])
+    def plan() -> tuple[str, tuple[int, Cuts, Cuts]]:
+        of_torch(x=x)
+        if not isinstance(dim, Integral) or not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim: must be an axis of x: {dim=}, x.shape={tuple(x.shape)}")
+        axis = range(x.ndim)[dim]
+        before = cuts(x.shape[axis], peers, order, number_of_tokens("length", length))
+        total, others = sum([cut.shape[0] for cut in before]), (*x.shape[:axis], *x.shape[axis:][1:])
         spans = ((Span(0, total),),) * peers.world if to is None else order_of(to).spans(total, peers.world)
-        said = f"{dim=}; other axes {others} of {x.dtype}; {order=}; {to=}; length={total}"
-        return said, (before, tuple([Cut(one, Span(0, 1)) for one in spans]))
+        of_shares = f"None of shares of {x.shape[axis]}: give length where these differ"
+        said = f"dim={axis}; other axes={others} of {x.dtype}; {order=}; {to=}; length={of_shares if length is None else total}"
+        return said, (axis, before, tuple([Cut(one, Span(0, 1)) for one in spans]))
 
-    dim = range(x.ndim)[dim]
-    before, after = agreed([peers], ("moved", peers, x.shape, x.dtype, x.device, dim, order, to, length), plan, x.device)
-    return _Moved.apply(x, peers, dim, before, after)
+    try:
+        form = "moved", x.shape, x.dtype, x.device, dim, order, to, length
+        hash(form)
+    except Exception:  # what is wrong the plan says, so that all ranks hear of it
+        form = None
+    axis, before, after = agreed((peers,), form, plan, getattr(x, "device", None))
+    return _Moved.apply(x, peers, axis, before, after)
 
 
 class _Moved(torch.autograd.Function):
-    """`move` of a tensor along a dimension."""
+    """`move` of a tensor along a dimension. Like _Summed, its transpose, it is the derivative of the other."""
 
     @staticmethod
     def forward(ctx, x, peers, dim, before, after):
@@ -73,8 +87,22 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         peers, dim, before, after = ctx.told
-        (found,) = gathered_sums(peers, (_rows(dx, dim), way(peers.rank, after, before)))
-        return _along(found, dim), None, None, None, None
+        return _Summed.apply(dx, peers, dim, after, before), None, None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """`gathered_sums` of a tensor along a dimension."""
+
+    @staticmethod
+    def forward(ctx, x, peers, dim, before, after):
+        ctx.told = peers, dim, before, after
+        (found,) = gathered_sums(peers, (_rows(x, dim), way(peers.rank, before, after)))
+        return _along(found, dim)
+
+    @staticmethod
+    def backward(ctx, dx):
+        peers, dim, before, after = ctx.told
+        return _Moved.apply(dx, peers, dim, after, before), None, None, None, None
 
 
 def _rows(x, dim):

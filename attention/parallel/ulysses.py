@@ -59,7 +59,7 @@ class Heads:
 
     def _others(self, total: Any, name: str, x: Any, call: Call, theirs: Call) -> None:
         """The gradient of an array that is no q, k or v, of some heads, to what is found of it."""
-        if name == "bias" and x.shape[2] > 1:
+        if name == "bias" and self._has_rows(total):
             cuts, every = tuple([Cut(spans, all_heads(total.shape[1])) for spans in self.queries]), together(self.queries)
             sources = tuple([Cut(every, mine if total.shape[1] > 1 else Span(0, 1)) for mine, _ in self._shares(call)])
             home = way(self.peers.rank, sources, cuts)
@@ -83,7 +83,7 @@ class Heads:
     def _of_heads(self, call: Call) -> Call:
         bias = call.told.get("bias")
         mine, keys = self._shares(call)[self.peers.rank]
-        if bias is None or bias.shape[2] == 1:
+        if bias is None or not self._has_rows(bias):
             return call.of_heads(mine, keys)
         heads = [share if bias.shape[1] > 1 else Span(0, 1) for share, _ in self._shares(call)]
         held, every = tuple([Cut(spans, all_heads(bias.shape[1])) for spans in self.queries]), together(self.queries)
@@ -91,6 +91,10 @@ class Heads:
         whole = move(self.peers, (bias.transpose(1, 2), there)).wait()[0].transpose(1, 2)
         others = call._replace(told={name: x for name, x in call.told.items() if name != "bias"}).of_heads(mine, keys)
         return others._replace(told=others.told | {"bias": whole})
+
+    def _has_rows(self, bias: Any) -> bool:
+        """Has each rank rows of its own queries? Where one has a single query or none, all have: softmax.py sees to it."""
+        return bias.shape[2] > 1 or min(map(count, self.queries)) < 2
 
     def _shares(self, call: Call) -> list[tuple[Span, Span]]:
         found = self.shares(len(call.heads), len(call.kv_heads), self.peers.world)

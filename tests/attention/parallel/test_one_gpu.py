@@ -26,6 +26,11 @@ CASES = {
     "heads": (4096, "ulysses", dict(causal=True)),
     "documents by a mask": (4096, "gather", dict(causal=True, mask=lambda b, h, i, j, docs: docs[i] == docs[j])),
     "documents": (4096, "gather", dict(causal=True, cu_seqlens=[0, 1000, 1001, 3333, 4096])),
+    "a mask of documents": (
+        4096,
+        "gather",
+        dict(cu_seqlens=[0, 1000, 1001, 3333, 4096], mask=lambda b, h, i, j: (i + j + b) % 5 > 0),
+    ),
     "sinks": (2048, "gather", dict(causal=True, sink=[0.5, -1.0, 2.0, 0.0, 1.0, 1.5, -2.0, 3.0])),
     "by ring": (4096, "ring", dict(causal=True)),
     "by ring, uneven": (5001, "ring", dict(causal=True)),
@@ -43,7 +48,7 @@ def test_forward_and_gradients(name, world):
     if scheme == "ulysses" and world == 3:
         pytest.skip("8 heads are not for three ranks")
     told = dict(options)
-    if "mask" in told:
+    if "mask" in told and "cu_seqlens" not in told:
         told["aux"] = (torch.arange(length, device="cuda", dtype=torch.int32) // 777,)
     for array, of in ("cu_seqlens", torch.int32), ("sink", torch.float32):
         if array in told:

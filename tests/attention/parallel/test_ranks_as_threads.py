@@ -325,6 +325,20 @@ def test_a_decay_of_linear_that_is_no_array():
         parallel.linear(q, k, v, decay=-0.1)
 
 
+def test_torch_compile_does_not_look_inside():
+    """It breaks its graph there, and the gradients are the same."""
+    q, k, v = (x.requires_grad_() for x in drawn(24, 1))
+
+    def sums(*given):
+        out = parallel.forward(*given, causal=True)
+        return parallel.unshard(parallel.reorder(out, to="contiguous"), order="contiguous").float().square()
+
+    outs = sums(q, k, v), torch.compile(sums, backend="eager")(q, k, v)
+    assert torch.equal(*outs)
+    for x, y in zip(*[torch.autograd.grad(out.sum(), (q, k, v)) for out in outs]):
+        assert torch.equal(x, y)
+
+
 def test_arrays_that_are_not_torchs():
     """In words, whatever is asked."""
     q, k, v, *_ = members()

@@ -55,7 +55,11 @@ def members(world):
     steps, rate = torch.rand(1, LENGTH, 2), -torch.rand(2)
     options = dict(D=torch.rand(2), z=v, dt_bias=torch.rand(2), dt_softplus=True, return_final_states=True)
     compared("mamba2", (v, steps, rate, k, q), whole=(2,), **options)
-    with pytest.raises(ValueError, match=r"(?s)ask for different things.*rank 0: .*scale=1.0.*rank 1"):
+    with torch.autocast("cpu", torch.bfloat16):
+        compared("linear", [x.float() for x in (q, k, v)], decay=of_tokens)
+        compared("delta_rule", [x.float() for x in (q, k, v, beta)])
+        compared("mamba2", [x.float() for x in (v, steps, rate, k, q)], whole=(2,), z=v.float())
+    with pytest.raises(ValueError, match=r"ask for different things:\nrank 0: scale=1.0\nranks 1, 2: scale=2.0"):
         parallel.linear(*map(part, (q, k, v)), length=LENGTH, scale=2.0 if dist.get_rank() else 1.0)
     with pytest.raises(NotImplementedError, match="normalize"):
         parallel.linear(*map(part, (q, k, v)), length=LENGTH, normalize=True)

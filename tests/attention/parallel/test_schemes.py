@@ -7,14 +7,21 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import compared, drawn, integers, numbers, start
 
 import attention
 from attention import parallel
+from attention.parallel import agreement
 
 pytestmark = pytest.mark.timeout(900)  # of processes that share a laptop's cores
+
+
+OF_SEQUENCES = dict(  # functions of where queries and keys are in their own sequences, and of which these are
+    mask=lambda b, h, i, j: (i + 2 * j + b) % 3 != 0, score=lambda s, b, h, i, j: s + 0.1 * (i - 2 * j) * (b + h)
+)  # fmt: skip
 
 
 def test_on_two_ranks():
@@ -36,6 +43,7 @@ def two(world):
         compared(61, scheme, order="contiguous", window=(20, 5), bitwise=bitwise)
         compared(40, scheme, keys=70, causal=True, bitwise=bitwise)
         compared(40, scheme, causal=True, cu_seqlens=integers(0, 9, 9, 33, 40), bitwise=bitwise)
+        compared(40, scheme, cu_seqlens=integers(0, 9, 9, 33, 40), **OF_SEQUENCES, bitwise=bitwise)
         compared(40, scheme, softcap=3.0, bias=numbers(1, 2, 40, 40), learned=("bias",), bitwise=bitwise)
         compared(40, scheme, sink=numbers(2), learned=("sink",), bitwise=bitwise)
         compared(40, scheme, mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0, bitwise=bitwise)
@@ -47,9 +55,14 @@ def two(world):
         compared(40, scheme, causal=True, lengths_k=integers(31))
     for scheme in "gather", "ulysses":
         compared(128, scheme, blocks=every_other_block(128, 32), shapes=dict(dim=16))
+        for rows in 3, 1:  # of which one rank has one, as a bias for all queries has
+            compared(3, scheme, bias=numbers(1, 2, rows, 3), learned=("bias",))
     compared(40, "ulysses", window=(3, 3), cu_seqlens=integers(0, 11, 40))
     dropped()
+    cast()
     faults()
+    refused_by_one()
+    forgotten()
 
 
 def every_other_block(length, size):
@@ -96,8 +109,10 @@ def faults():
         parallel.forward(*given, length=39)
     with pytest.raises(NotImplementedError, match="alibi: by ring"):
         parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
-    with pytest.raises(ValueError, match=r"(?s)rank 0: turns=1\nrank 1: turns=2"):
+    with pytest.raises(ValueError, match=r"(?s)rank 0: memory=None; turns=1\nrank 1: memory=1; turns=2"):
         parallel.forward(*[parallel.shard(x) for x in drawn(48, 4, 2)], scheme="ring", memory=1 if rank else None)
+    with pytest.raises(ValueError, match="rank 0: length=None of shares of 24: give length where these differ.*\n.*of 16"):
+        parallel.forward(*[parallel.shard(x) for x in drawn(40)])
     for wrong in dict(layout="sbhd"), dict(memory=0):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: must be"):
             parallel.forward(*given, **(wrong if rank else {}))
@@ -105,11 +120,77 @@ def faults():
         parallel.unshard(given[0], length=39 if rank else None)
     with pytest.raises(ValueError, match=r"(?s)rank 0: to='contiguous'\nrank 1: to='zigzag'"):
         parallel.reorder(given[0], to="zigzag" if rank else "contiguous")
-    with pytest.raises(TypeError, match="takes no windows"):
+    with pytest.raises(TypeError, match="takes no windows; did you mean window"):
         parallel.forward(*given, windows=3)
     compared(48, "auto", causal=True)
     why = parallel.forward(*given, causal=True, explain=True)
     assert why.scheme == "gather" and "its bits are those of one GPU" in str(why)
+
+
+ALONE_WRONG = (  # what one rank asks for, and what all of them are told
+    (dict(q=np.zeros((1, 24, 2, 16))), TypeError, "q: must be a tensor of torch, .* not ndarray"),
+    (dict(q=torch.zeros(24)), ValueError, r"q: must have the axes B, S, H, D: q.shape=\(24,\)"),
+    (dict(k=torch.zeros(1, 24, 1, 16).to(torch.float8_e4m3fn)), NotImplementedError, "k: float8_e4m3fn is not served"),
+    (dict(bias=torch.zeros(2, 24, 48)), ValueError, r"bias: must have the axes .*: bias.shape=\(2, 24, 48\)"),
+    (dict(bias=torch.zeros(1, 2, 48, 48)), ValueError, "bias: must have a row for each query of this rank"),
+    (dict(bias=torch.zeros(1, 2, 24, 24)), ValueError, "bias: sequence must equal k's"),
+    (dict(bias=torch.zeros(1, 3, 24, 48)), ValueError, r"bias: must have the shape \(1, 2 or 1, 48 or 1, 48\)"),
+    (dict(bias=[0.5]), TypeError, "bias: must be a tensor of torch"),
+    (dict(sink=torch.zeros(3)), ValueError, "sink: heads must equal q's"),
+    (dict(lengths_k=torch.tensor([49])), ValueError, r"lengths_k: must be from 0 to 48: lengths_k\[0\]=49"),
+    (dict(lengths_k=torch.tensor([[9, 9]])), NotImplementedError, "lengths_k: of parts of queries"),
+    (dict(cu_seqlens=torch.tensor([[0, 48]])), ValueError, "cu_seqlens: must have the axes"),
+    (dict(mask=lambda b, h, i, j, t: t[i] == j, aux=(torch.zeros(24),)), ValueError, "aux0: must have 48 elements or more"),
+    (dict(mask=lambda b, h, i, j, *t: j <= i, aux=(torch.zeros(48),) * 8), TypeError, "aux: must be up to 7 arrays"),
+    (dict(blocks=3), TypeError, "blocks: must have the fields of a BlockMask"),
+    (dict(scheme=["ring"]), ValueError, "scheme: must be"),
+    (dict(order=["zigzag"]), ValueError, "order: must be one of"),
+    (dict(length="48"), TypeError, "length: must be an integer"),
+    (dict(length=-1), ValueError, "length: must not be negative"),
+)
+
+
+def refused_by_one():
+    """Every rank raises the same, with the same words, and none waits for the one that raised first."""
+    q, k, v = (parallel.shard(x) for x in drawn(48))
+    for wrong, kind, said in ALONE_WRONG:
+        told = dict(q=q, k=k, v=v) | (wrong if dist.get_rank() else {})
+        with pytest.raises(kind, match=said):
+            parallel.forward(told.pop("q"), told.pop("k"), told.pop("v"), **told)
+    with pytest.raises(ValueError, match="dim: must be an axis of x: dim=4"):
+        parallel.unshard(q, dim=4 if dist.get_rank() else 1)
+    with pytest.raises(TypeError, match="k: must be a tensor of torch"):
+        parallel.linear(k, 3.0 if dist.get_rank() else k, v)
+    with pytest.raises(ValueError, match="out: must have"):
+        parallel.forward(q, k, v, out=torch.zeros_like(q[..., :8]))
+    with pytest.raises(NotImplementedError, match="bias: of packed sequences"):
+        parallel.forward(q, k, v, bias=torch.zeros(1, 2, 24, 48), cu_seqlens=integers(0, 9, 48), scheme="gather")
+    if dist.get_rank() == 0:  # nobody else is asked
+        assert parallel.forward(q, k, v, softcap=7.0, explain=True).scheme == "gather"
+
+
+def cast():
+    """torch.autocast does to shares what it does to the whole."""
+    whole = [x.float().requires_grad_() for x in drawn(48)]
+    mine = [parallel.shard(x.detach()).requires_grad_() for x in whole]
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = attention.forward(*whole, causal=True), parallel.forward(*mine, causal=True, scheme="gather", length=48)
+    assert outs[1].dtype == torch.bfloat16 and torch.equal(outs[1], parallel.shard(outs[0]))
+    for x, y in zip(*[torch.autograd.grad(out.sum(), given) for out, given in zip(outs, (whole, mine))]):
+        torch.testing.assert_close(y, parallel.shard(x), rtol=0, atol=2**-6 * x.abs().max().item())
+
+
+def forgotten():
+    """Ranks forget the forms of a group's calls at the same call, whatever other groups they are in."""
+    given, alone = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
+    limit, agreement.FORMS = agreement.FORMS, 4
+    agreement._KNOWN.clear()
+    for scale in 0.1, 0.2, 0.3:
+        if dist.get_rank() == 0:
+            parallel.forward(*given, group=alone, scale=scale)
+    for scale in 0.1, 0.2, 0.1, 0.3, 0.4, 0.5, 0.1, 0.5:
+        parallel.forward(*given, causal=True, scale=scale)
+    agreement.FORMS = limit
 
 
 def test_a_peer_that_dies_is_an_error_of_torchs():
@@ -137,8 +218,8 @@ def three(world):
     for length in 1, 2, 5, 37:
         compared(length, "gather", causal=True)
         compared(length, "ring", causal=True, bitwise=())
+        compared(length, "ulysses", causal=True, shapes=dict(heads=3, kv_heads=1))
     compared(37, "ring", order="contiguous", bitwise=(), shapes=dict(heads=3, kv_heads=3))
-    compared(37, "ulysses", causal=True, shapes=dict(heads=3, kv_heads=1))
     x = torch.arange(2 * 41 * 3).reshape(2, 41, 3)
     for length in 41, 2:
         mine = parallel.shard(x[:, :length])
@@ -146,6 +227,12 @@ def three(world):
         other = parallel.reorder(mine, length=length)
         assert torch.equal(other, parallel.shard(x[:, :length], order="contiguous"))
         assert torch.equal(parallel.reorder(other, order="contiguous", to="zigzag", length=length), mine)
+    for n in 7, 2:  # second derivatives: x^2 of what all ranks have
+        mine = parallel.shard(x[0, :n].double(), dim=0).requires_grad_()
+        whole = parallel.unshard(parallel.reorder(mine, dim=0, length=n), dim=0, order="contiguous", length=n)
+        (grad,) = torch.autograd.grad(whole.square().sum(), mine, create_graph=True)
+        (again,) = torch.autograd.grad(grad.sum(), mine)
+        assert torch.equal(grad, 2 * world * mine) and (again == 2 * world).all()
     with pytest.raises(NotImplementedError, match="2 heads of 1 key heads are not for 3 ranks"):
         parallel.forward(*[parallel.shard(x) for x in drawn(36)], scheme="ulysses")
 
@@ -172,4 +259,9 @@ def four(world):
         assert (one.float() - more.float()).abs().max() <= 2**-7 * one.float().abs().max()
     compared(24, "ulysses", mesh["near"], causal=True, shapes=shapes)
     compared(45, "ring", causal=True, bitwise=(), shapes=shapes)
+    odd = [parallel.shard(x, mesh) for x in drawn(24, 3, 3)]  # heads that two ranks do not share
+    why = parallel.forward(*odd, group=mesh, causal=True, explain=True)
+    assert why.scheme == ("ring", "gather") and "('gather', 'ulysses'): scheme: 3 heads of 3" in str(why)
+    compared(24, "auto", mesh, causal=True, bitwise=(), shapes=dict(heads=3, kv_heads=3))
+    assert str(parallel.forward(*odd, group=mesh["near"], scheme="ring", explain=True)).startswith("ring: it was asked for")
     attention.forward(*drawn(8))

@@ -1,0 +1,97 @@
+"""What attention.forward would say of the whole sequence's arrays. Its pieces have others: an array that is too short for the
+whole, or a wrong end, might pass in each of them, or on some ranks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tiles.arrays import Form
+from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, asked
+from tiles.frameworks import describe
+
+from ..softmax.call_options import AUX, blocks_of, ends_of
+from ..softmax.forward_programs import VARIANTS
+from ..softmax.index_checks import Asking, indexed
+from ..softmax.launches import over
+from ..softmax.planning import check_extents
+from .peers import of_torch
+
+COUNTS = {"cu_seqlens": ENDS, "cu_seqlens_k": KEY_ENDS, "lengths_k": KEY_LENGTHS}  # what their values must be
+GIVEN = "alibi", "sink", "bias", *COUNTS
+
+
+def check_whole(q: Any, k: Any, v: Any, length: int, length_k: int, told: Mapping[str, Any]) -> None:
+    """TypeError, ValueError, NotImplementedError: options are not what one GPU would take of so many queries and keys; or the
+    bias has other rows than this rank's queries."""
+    of_torch(**{name: told[name] for name in ("bias", *COUNTS) if name in told})
+    blocks_of(told.get("blocks"))
+    arrays = {"q": q, "k": k, "v": v} | {name: told[name] for name in GIVEN if name in told}
+    aux = told.get("aux", ())
+    if len(aux) == AUX and told.keys() & {"mask", "score"}:
+        raise TypeError(f"aux: must be up to {AUX - 1} arrays on several ranks, where there is one more of theirs: {len(aux)=}")
+    forms = {name: describe(x, name).form for name, x in (arrays | {f"aux{n}": x for n, x in enumerate(aux)}).items()}
+    for name, tokens in ("q", length), ("k", length_k), ("v", length_k):
+        forms[name] = _of_tokens(forms[name], 1, tokens)
+    if "bias" in forms and len(shape := forms["bias"].shape) == 4 and shape[2] != 1:
+        if shape[2] != q.shape[1]:
+            raise ValueError(f"bias: must have a row for each query of this rank, or one: {shape=}, queries={q.shape[1]}")
+        forms["bias"] = _of_tokens(forms["bias"], 2, length)
+    problem = VARIANTS.problem(forms, "bshd")
+    check_extents(problem)
+    for name, axes in ("bias", "NHST"), ("alibi", "NH"):
+        over(problem, name, axes)
+    if "Z" in problem.extents:
+        raise NotImplementedError("lengths_k: of parts of queries it is not served on several ranks")
+    read = [problem[f"aux{n}"] for n in range(len(aux))]
+    window = ends_of(told.get("window"))
+    indexed(problem, Asking(told.get("mask"), told.get("score"), read, bool(told.get("causal")), *window, length_k))
+
+
+def check_values(told: Mapping[str, Any], length: int, length_k: int, planning: bool = False) -> None:
+    """ValueError: ends of sequences, or lengths, are not what one GPU would take of the whole. Parts are clamped: no kernel
+    would see it. In every call, as others may come than were planned with; those of a GPU are read when planning, where
+    TILES_CHECK asks."""
+    for name in COUNTS.keys() & told.keys():
+        x = told[name]
+        if x.is_cuda and not (planning and asked().values):
+            continue
+        array = describe(x, name)
+        stream = 0 if array.device is None else array.kind.stream(x, array.device)
+        Check([(name, 0, array.form, COUNTS[name])], {"S": length, "T": length_k}).run(stream, [array.pointer])
+
+
+def _of_tokens(form: Form, axis: int, tokens: int) -> Form:
+    return form._replace(shape=(*form.shape[:axis], tokens, *form.shape[axis + 1 :]))
+
+
+def check_tensors(**arrays: Any) -> None:
+    """TypeError, ValueError, NotImplementedError: q, k and v are not what ranks can have shares of."""
+    of_torch(**arrays)
+    for name, x in arrays.items():
+        if x.dtype is torch.float8_e4m3fn:
+            raise NotImplementedError(f"{name}: float8_e4m3fn is not served on several ranks: convert it to bfloat16")
+        if x.ndim != 4:
+            raise ValueError(f"{name}: must have the axes B, S, H, D: {name}.shape={tuple(x.shape)}")
+
+
+def cast(*tensors: Any) -> list[Any]:
+    """Tensors as torch.autocast has them, where it is on: float32 is what it wants."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return [*tensors]
+    to = torch.get_autocast_dtype(kind)
+    return [x.to(to) if x.dtype is torch.float32 else x for x in tensors]
+
+
+def number_of_tokens(name: str, number: Any) -> int | None:
+    """The number of all tokens that is given under this name, if there is one. TypeError, ValueError."""
+    if number is None:
+        return None
+    if isinstance(number, (bool, float, str, torch.Tensor)) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name}: must be an integer, the number of all tokens: {name}={number!r}")
+    if number < 0:
+        raise ValueError(f"{name}: must not be negative: {name}={number}")
+    return int(number)
