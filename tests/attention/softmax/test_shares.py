@@ -62,7 +62,7 @@ def cuts(monkeypatch, nothing_known, request):
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_gradients(place, cuts, lengths, heads, head_dim, options, cut, family):
     agree(place, *inputs(1, *lengths, *heads, head_dim), family, **options)
-    (found,) = cuts
+    found = cuts[0]  # a plan for other lengths, too, is made besides on a GPU
     assert found.subgroups == cut.subgroups and (found.spans > 1) == (cut.spans > 1), found
 
 
