@@ -1,4 +1,4 @@
-"""The launches of attention.backward: which kernels serve a problem, and what they are bound to."""
+"""The launches of attention.backward: what kernels are bound to (choice.py says which)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,32 +13,17 @@ from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, nothing
 from tiles.schema import Problem
 
-from ...families import choose
 from ..assembled import Assembled
-from ..launches import DTYPES, LOG2_E, Before, in_tiles, made_for, sequences_of, spread, variant_arrays
+from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..prepared_lists import Listing, check
-from ..sequences import Batched
-from ..variants import Variant
-from . import (
-    ampere,
-    finish,
-    hopper,
-    hopper_folded,
-    hopper_narrow,
-    hopper_wide,
-    hopper_wide_queries,
-    prepare,
-    shares,
-    sinks,
-    slopes,
-)
+from . import finish, hopper_wide, hopper_wide_queries, prepare, shares, sinks, slopes
+from .choice import chosen
 from .dq_order import UNORDERED, Heading, Ordered, Turns, Unordered
 from .query_lists import listed
 from .recomputed_scores import Added
 from .results import Written
 from .score_gradients import Learned
 
-FEW = {64: 1024, 128: 1024}  # by head_dim: up to how many keys those store dQ's parts first that have the last ones
 CLOSE, SHORT = 8, 2048  # multiprocessors that work on one pair at a time, causal, up to how many keys
 IN_LINE = 16  # multiprocessors that work on one pair at a time in order, where no query sees more keys than others
 
@@ -62,39 +47,11 @@ def planned(
     give = nothing if adds else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
-    (lie, where), dtype, gpu = sequences_of(problem), DTYPES[problem.dtype], machine(problem.device)
-    tma = choose(problem, family) == "sm_90"
-    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or made.variant.draws)
-    if plain and not reads and hopper_wide.serves(head_dim, made.variant, value_dim):
-        return planned_wide(problem, made, scale, ordered)
-    short = None
-    if plain and not (reads or ordered or family):
-        short = ampere.short(head_dim, value_dim, made.variant, q_len, kv_len)
-        tma = plain = short is None
-    variant = in_tiles(problem, made.variant) if tma else made.variant  # others load it themselves
-    by_list = listing is not None and lie is Batched
-    kind: dict[str, Any] = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list}
-    few, block = FEW.get(head_dim, 0) if plain else 0, hopper.block_of(head_dim, value_dim)
-    stores = tma and lie is Batched and not by_list and first_stores(made.variant, q_len, kv_len, ordered, few, block)
-    in_order: dict[str, bool] = {"ordered": ordered, "stores": stores}
-    kind |= {"lie": lie, "adds": adds} | in_order
-    learns = slopes.UNASKED
-    if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, lie)):
-        learns = slopes.asked(made.variant, reads["dalibi"][0])
-    kind |= {"learns": learns}
-    module: Any
-    config: hopper.Config | ampere.Config
-    if plain and hopper_narrow.serves(head_dim, variant, value_dim):
-        module, config = hopper_narrow, hopper_narrow.config_for(head_dim, dtype, variant, value_dim, **in_order)
-    elif plain and hopper_folded.serves(head_dim, made.variant, value_dim):
-        module, config = hopper_folded, hopper_folded.config_for(head_dim, dtype, made.variant, value_dim, **in_order)
-    elif tma:
-        module, config = hopper, hopper.config_for(head_dim, dtype, variant, value_dim, **kind)
-    else:
-        at_once, room = problem.bytes_at_once(), gpu.shared_bytes
-        module, config = ampere, ampere.config_for(head_dim, dtype, made.variant, at_once, value_dim, room, short, **kind)
-        if lie is Batched and not by_list and each_sees(made.variant, q_len, kv_len) and kv_len <= config.kv:
-            config = replace(config, alone=True)
+    (lie, where), gpu = sequences_of(problem), machine(problem.device)
+    module, config, plain = chosen(problem, made, ordered, family, aux, listing, reads)
+    if module is hopper_wide:
+        return planned_wide(problem, made, scale, config, ordered)
+    learns, by_list = config.learns, config.by_list
     parts, cut = config.parts, shares.Cut()
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
@@ -180,18 +137,6 @@ def planned(
     return Plan([*steps, *late.steps], early.scratch, give)
 
 
-def first_stores(variant: Variant, queries: int, keys: int, ordered: bool, few: int, block: int) -> bool:
-    """Does the first block of keys that has a part of a tile of queries store it, so that nobody clears the sums? Where each
-    query sees a key: in order; where later queries see more and there are no more keys than `few` (see dq_order.Heading); or
-    where a block has all keys."""
-    return each_sees(variant, queries, keys) and (ordered or (variant.rising and keys <= few) or keys <= block)
-
-
-def each_sees(variant: Variant, queries: int, keys: int) -> bool:
-    """Does each query see the first key?"""
-    return variant.from_first and (variant.everything or (variant.within and queries <= keys))
-
-
 def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
     """How many pairs of share and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
     to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
@@ -200,11 +145,10 @@ def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.
     return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
 
 
-def planned_wide(problem: Problem, made: Assembled, scale: float, ordered: bool) -> Plan:
+def planned_wide(problem: Problem, made: Assembled, scale: float, by_keys: hopper_wide.Config, ordered: bool) -> Plan:
     """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Of dQ nothing is summed in memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
-    by_keys = hopper_wide.config_for(head_dim, dtype, made.variant, value_dim)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
