@@ -2,11 +2,11 @@
 heads of long sequences, many of short ones, few queries of many keys, odd lengths, windows, packed sequences, their gradients,
 and caches of every form.
 
-`python -m bench.shapes forward decode backward` prints a table, sorted by our time over the better peer's. A name that follows
-takes those problems whose name contains it. Each problem is replayed from CUDA graphs, providers in random order, medians of
-rounds; inputs rotate past L2 where that is possible; results are compared with float32 by the rule of the tests. Where a cache
-has no peer, the bound is what a copy of as many bytes takes. `--warm n/m` runs the n-th of m parts once, so that the kernels
-lie on disk: several processes at once do that faster than one.
+`python -m bench.shapes forward decode backward tiles` prints a table, sorted by our time over the better peer's. A name that
+follows takes those problems whose name contains it. Each problem is replayed from CUDA graphs, providers in random order,
+medians of rounds; inputs rotate past L2 where that is possible; results are compared with float32 by the rule of the tests.
+Where a cache has no peer, the bound is what a copy of as many bytes takes. `--warm n/m` runs the n-th of m parts once, so that
+the kernels lie on disk: several processes at once do that faster than one.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
 """The problems of bench/shapes.py: what they are, and the small ones that stand for them where there is no GPU."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -252,7 +253,35 @@ def backward_problems():
     )
 
 
-KINDS = {"forward": forward_problems, "more": more_problems, "decode": decode_problems, "backward": backward_problems}
+def tiles_problems():
+    """Few tiles or blocks of keys for a GPU, and short sequences: forward, then gradients."""
+
+    def one(kind, batch, queries, keys, heads, kv_heads, dim, causal):
+        name = "tiles" + " causal" * causal
+        return Problem(kind, name, batch, queries, keys, heads, kv_heads, dim, dim, causal=causal)
+
+    lengths = (512, 16), (1024, 8), (1024, 16), (2048, 1), (2048, 4), (2048, 8), (4096, 2), (4096, 4), (8192, 1), (16384, 1)
+    for dim, causal, (s, heads) in itertools.product((64, 128), (False, True), lengths):
+        yield one("forward", 1, s, s, heads, heads, dim, causal)
+    for batch, s, heads, kv_heads, dim in (
+        *((2, 2048, 32, 1, 128), (1, 2048, 32, 1, 128), (1, 4096, 32, 4, 128), (1, 2048, 32, 8, 128), (1, 8192, 8, 1, 256)),
+        *((1, 1024, 4, 4, 64), (1, 2048, 4, 4, 64), (1, 2048, 4, 4, 128), (1, 2048, 1, 1, 128), (1, 8192, 1, 1, 128)),
+        *((256, 64, 16, 16, 64), (256, 64, 16, 16, 128), (256, 32, 16, 16, 128), (1024, 49, 4, 4, 32), (64, 16, 16, 16, 64)),
+        *((64, 77, 12, 12, 64), (256, 128, 16, 16, 64)),
+    ):
+        for causal in (False, True):
+            yield one("backward", batch, s, s, heads, kv_heads, dim, causal)
+    for batch, queries, keys, heads, dim in ((2, 4096, 77, 8, 128), (2, 4096, 77, 10, 64), (4, 32, 4096, 16, 64)):
+        yield one("backward", batch, queries, keys, heads, heads, dim, False)
+
+
+KINDS = {
+    "forward": forward_problems,
+    "more": more_problems,
+    "decode": decode_problems,
+    "backward": backward_problems,
+    "tiles": tiles_problems,
+}
 
 
 def label(p):

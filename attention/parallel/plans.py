@@ -16,7 +16,7 @@ from tiles.frameworks import describe
 
 from ..families import choose as family_of
 from ..names import what_it_is_here
-from ..softmax.forward import FORWARD
+from ..softmax.forward_programs import FORWARD
 from .agreement import PLAIN, form_of, words_of
 from .choice import SCHEMES, SHARE, Choice, Machine, choose, estimate, least_turns, refusal, turns_of
 from .gather import Gather

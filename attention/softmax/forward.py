@@ -12,7 +12,6 @@ from tiles.torch_op import mapped_with_grad, traced
 from ..names import by_other_names
 from ..options import flag, norm_parts, number, positive
 from .call_options import blocks_of, differentiated, eight, ends_of, random_of, several
-from .forward_programs import FORWARD as FORWARD  # attention/parallel asks for it here
 from .forward_programs import (
     _block_lists,
     _forward,

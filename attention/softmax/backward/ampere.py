@@ -29,7 +29,7 @@ from tiles.layout import LANES
 from ..ampere import LARGE, ROOM, SHARED_BYTES
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
-from .base_config import BackwardConfig
+from .base_config import BackwardConfig, padded_dim
 from .dq_order import UNORDERED, Ordered, Unordered
 from .dq_parts import BAND, PANEL, Direct, Held
 
@@ -110,11 +110,6 @@ def short(head_dim: int, value_dim: int, variant: Variant, queries: int, keys: i
     products half empty, and two or three blocks of four warps hide each other's waits."""
     shapes = [] if variant.scored else SHORT.get(padded_dim(head_dim, value_dim), [])
     return next((shape for most, most_keys, shape in shapes if queries <= most and keys <= most_keys), None)
-
-
-def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
-    """The next larger dim of SHAPES, which must hold both."""
-    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
 
 
 @functools.lru_cache(1024)

@@ -13,6 +13,13 @@ from .results import Added, Written
 from .slopes import UNASKED, Unasked
 from .tiling import Facing
 
+DIMS = 64, 128, 256  # to which head dims are padded, but by hopper_wide.py
+
+
+def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
+    """The next larger one of DIMS, which must hold both."""
+    return min(d for d in DIMS if d >= max(head_dim, value_dim or head_dim))
+
 
 @dataclass(frozen=True)
 class BackwardConfig(BaseConfig):

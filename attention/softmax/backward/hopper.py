@@ -23,6 +23,7 @@ from .. import sequences, variants
 from ..variants import At
 from ..visible_keys import CAUSAL, FULL
 from . import hopper_pipeline
+from .base_config import padded_dim
 from .hopper_pipeline import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
 from .slopes import UNASKED
 
@@ -57,11 +58,6 @@ def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim
     if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
         shape = shape | {"rounded": False}
     return Config(padded, padded, dtype, variant, **shape, **kind)
-
-
-def padded_dim(head_dim: int, value_dim: int | None = None) -> int:
-    """The next larger dim of SHAPES, which must hold both."""
-    return min(d for d in SHAPES if d >= max(head_dim, value_dim or head_dim))
 
 
 def block_of(head_dim: int, value_dim: int) -> int:
