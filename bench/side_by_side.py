@@ -6,9 +6,10 @@
 A side is a name and environment variables, `name[:VARIABLE=value[,VARIABLE=value...]]`. Its process imports `attention` with
 them, and keeps compiled kernels in a cache of its own. The processes hold the same inputs; for each problem they take turns,
 round by round, on an otherwise idle card; a round replays a CUDA graph of calls whose inputs rotate past L2 (measure.py). A row
-is a problem: each side's median in microseconds, and the first side's time over each other's. Only public functions are called,
-so that an older tree serves, too; a problem that a side cannot run says why. No result is judged here: the tests do that.
-Before anything is timed, `--jobs` processes a side compile what is missing. `--json FILE` keeps all rounds.
+is a problem: each side's median in microseconds, and the median of the rounds' ratios of the first side's time to each other's:
+a card that slows down within a problem does so for both. Only public functions are called, so that an older tree serves, too;
+a problem that a side cannot run says why. No result is judged here: the tests do that. Before anything is timed, `--jobs`
+processes a side compile what is missing. `--json FILE` keeps all rounds.
 """
 
 import argparse
@@ -279,6 +280,13 @@ def measured(sides: list[Side], name: str, rounds: int) -> dict[str, list[float]
     return {**times, **refused}
 
 
+def row(name: str, times: list[list[float] | str]) -> str:
+    """A problem's line of the table."""
+    medians = (f"{'-' if isinstance(rounds, str) else format(statistics.median(rounds), '.1f'):>12}" for rounds in times)
+    ratios = ("-" if isinstance(x, str) else f"{statistics.median(a / b for a, b in zip(times[0], x)):.3f}" for x in times[1:])
+    return " ".join([f"{name:44}", *medians, "  ", *(ratios if not isinstance(times[0], str) else ())])
+
+
 def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -306,10 +314,7 @@ def main() -> None:
         print(f"{'microseconds':44}", *(f"{side.name:>12}" for side in sides), "  first over each other")
         for name in names:
             rows[name] = times = measured(sides, name, asked.rounds)
-            middle = {side: None if isinstance(x, str) else statistics.median(x) for side, x in times.items()}
-            first, *others = (middle[side.name] for side in sides)
-            ratios = (f"{first / other:.3f}" if first and other else "-" for other in others)
-            print(f"{name:44}", *(f"{middle[s.name] or float('nan'):12.1f}" for s in sides), "  ", *ratios, flush=True)
+            print(row(name, [times[side.name] for side in sides]), flush=True)
             for side, said in times.items():
                 if isinstance(said, str):
                     print(f"    {side}: {said}")
