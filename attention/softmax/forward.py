@@ -188,8 +188,7 @@ def forward(
         told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
         told |= {"dropout": dropout, "seed": seed} if dropout else {}
         told |= {"deterministic": True} if deterministic else {}
-        made = autograd().differentiable(told)
-        return made if return_lse else made[0]
+        return autograd().differentiable(told, common[1])
     # All other calls: the program that serves one, and its arrays and options in the order of the program.
     unrounded = out is not None and getattr(out, "itemsize", 0) != ROUNDED and "float32" in str(getattr(out, "dtype", ""))
     joins = accumulate is not False and flag("accumulate", accumulate)

@@ -1,5 +1,9 @@
 """Runs before the main kernel of the gradients. For every query it computes the sum of dO O, which the softmax subtracts from
-dP, and the log-sum-exp in powers of 2; and it clears the sums of dQ, unless the first block stores there."""
+dP, less the gradient of the log-sum-exp, if it has one; and the log-sum-exp in powers of 2. And it clears the sums of dQ, unless
+the first block stores there.
+
+A score's gradient is dS = P (dP - delta), delta = sum(dO O) - dlse, because P is also the derivative of lse by the scores. Of a
+sink, a score without a value, it is P (0 - delta). So whatever reads delta takes the gradient of lse into account."""
 
 import functools
 from collections.abc import Iterator
@@ -27,8 +31,8 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: it
 @dataclass(frozen=True)
 class Config:
     """The kernel's configuration: the padded columns of O, queries of a tile, how dQ is cut (if it is summed), whether rows of
-    O and dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, and whether the kernel begins while
-    the grid before it ends."""
+    O and dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, whether the kernel begins while the
+    grid before it ends, and whether the log-sum-exp has a gradient."""
 
     value_dim: int
     rows: int
@@ -38,6 +42,7 @@ class Config:
     lie: type[Batched] = field(default=Batched, kw_only=True)
     order: Unordered = field(default=UNORDERED, kw_only=True)
     early: bool = field(default=False, kw_only=True)
+    of_lse: bool = field(default=False, kw_only=True)
 
     @property
     def threads(self):
@@ -51,12 +56,13 @@ class Config:
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of sequences and of the order."""
-        return record(**self.sequences.given, **self.order.given)
+        """What the kernel is told of sequences and of the order, and the gradient of the log-sum-exp."""
+        of_lse = {"dlse": array(3)} if self.of_lse else {}
+        return record(**self.sequences.given, **self.order.given, **of_lse)
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early
+        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early + ", dlse" * self.of_lse
         return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
@@ -83,7 +89,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ALIGNED, EARLY = True if config.aligned else None, config.early
+    ALIGNED, EARLY, OF_LSE = True if config.aligned else None, config.early, config.of_lse
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
@@ -110,8 +116,11 @@ def make(config: Config):
         for col in range(0, COLUMNS, PART.cols):
             at = own.batch, own.query + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
-        store(gSums, finish_sum(delta), (own.batch, head, int32(to + ROWS)))
+        delta = finish_sum(delta)
         there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
+        if OF_LSE:  # which no score of a row that sees no key has a part in: its gradient may be anything
+            delta = where(there, delta - load(given.dlse, PART.col_vec, (own.batch, head, own.query + row)), 0.0)
+        store(gSums, delta, (own.batch, head, int32(to + ROWS)))
         store(gSums, where(there, lse, NEVER), (own.batch, head, to))
         if warp == 0:
             order.begin(given, pair, tile)
