@@ -354,12 +354,13 @@ def test_the_formula_agrees_with_finite_differences(name):
     options = (VARIANTS | FORMULA)[name]
     q, k, v, dout = (draw((2, n, h, 8), np.float64, seed) for seed, (n, h) in enumerate([(7, 2), (9, 1), (9, 1), (7, 2)]))
     given, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
-    for gradient, name in zip(reference.backward(dout, q, k, v, **options), given, strict=True):
+    dlse = draw((2, 2, 7), np.float64, 8)
+    for gradient, name in zip(reference.backward(dout, q, k, v, dlse=dlse, **options), given, strict=True):
         along = draw(given[name].shape, np.float64, 9)
         ends = []
         for sign in (1, -1):
-            moved = options | given | {name: given[name] + sign * step * along}
-            ends.append((reference.forward(**moved)[0] * dout).sum())
+            out, lse = reference.forward(**options | given | {name: given[name] + sign * step * along})
+            ends.append((out * dout).sum() + (np.where(np.isinf(lse), 0, lse) * dlse).sum())
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
 
@@ -422,6 +423,10 @@ def call(**other):
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
         (dict(lse=np.zeros((1, 2, 8), np.float64)), TypeError, "lse: "),
+        (dict(dlse=np.zeros((1, 8, 2), F32)), ValueError, "dlse: heads must equal dout's"),
+        (dict(dlse=np.zeros((1, 2, 8), BF16)), TypeError, "dlse: dtype must be one of"),
+        (dict(dlse=1.0), TypeError, "dlse: must be an array, got dlse=1.0; of a number make one"),
+        (dict(d_lse=np.zeros((1, 2, 8), F32)), TypeError, "d_lse.*; here that is dlse"),
         (dict(out=np.zeros((1, 8, 2, 32), BF16)), ValueError, "out: "),
         (dict(dk=np.zeros((1, 8, 2, 64), BF16)), ValueError, "dk: heads must equal k's"),
         (dict(window=(-1, 0)), ValueError, "window: its ends must not be negative"),
@@ -432,6 +437,21 @@ def call(**other):
 def test_what_is_refused_before_any_launch(other, error, words):
     with pytest.raises(error, match=words):
         call(**other)
+
+
+@pytest.mark.parametrize("no", [None, False])
+def test_what_is_not_wanted_is_not_computed(place, no):
+    """None or False; of a sink, which has a gradient if nothing is said, False. They are not touched where they are added to."""
+    (q, k, v), (sink, slopes) = inputs(1, 20, 30, 2, 1, 64), (np.array([0.5, -1], F32), np.array([0.5, 0.1], F32))
+    read = dict(bias=draw((1, 2, 20, 30), F32), alibi=slopes, sink=sink, score=lambda s, b, h, i, j, t: s * t[h], aux=(slopes,))
+    put, told = [place.put(x) for x in (q, q, k, v)], there(place, read)
+    out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    asked = {"dbias": no, "dalibi": no, "daux": no, "dsink": False}
+    assert len(attention.backward(*put, out, lse, **told, **asked)) == 3
+    assert len(attention.backward(*put, out, lse, **told, **asked | {"daux": [no], "dsink": None})) == 4
+    sums = {name: place.put(np.zeros(x.shape, F32)) for name, x in zip(NAMES, (q, k, v))}
+    assert len(attention.backward(*put, out, lse, accumulate=True, **told, **asked, **sums)) == 3
+    assert all(place.get(x).any() for x in sums.values())
 
 
 def test_results_must_lie_apart():
