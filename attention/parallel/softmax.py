@@ -72,8 +72,9 @@ def forward(
     part, so other numbers of ranks drop other weights. What a scheme cannot do raises NotImplementedError, and "auto" takes
     another scheme.
 
-    Differentiable where attention.forward is. The gradients of arrays that every rank has (sink, alibi, aux, norms) are this
-    rank's share, like those of a model's weights: their sum over the ranks is the whole.
+    return_lse: as there; all ranks must ask for the same. Differentiable where attention.forward is, lse too. The gradients of
+    arrays that every rank has (sink, alibi, aux, norms) are this rank's share, like those of a model's weights: their sum over
+    the ranks is the whole.
 
     ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
     told = {name: x for name, x in options.items() if x is not None}

@@ -37,9 +37,8 @@ from .scores import Variant
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
     """(dq, dk, dv), then dbias and dalibi if dbias=True and dalibi=True ask for them, dsink with a sink, and with daux=True the
     gradient of each array of aux that is not of integers; in float64, in the caller's layout. Arrays as `forward` takes them;
-    options: dlse (B, H, Sq), causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, cu_seqlens, cu_seqlens_k, lengths_k,
-    dropout and seed or keep, scale, layout. by: the output to go by
-    instead of the exact one."""
+    options: dlse (B, H, Sq), causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, cu_seqlens, cu_seqlens_k,
+    lengths_k, dropout and seed or keep, scale, layout. by: the output to go by instead of the exact one."""
     dout, q, k, v = map(host, (dout, q, k, v))
     return _through_norms(dout, q, k, v, np.float64, np.float64, **options)
 

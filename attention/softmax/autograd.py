@@ -83,8 +83,8 @@ class Plain(torch.autograd.Function):
 
 
 class Transformed(torch.autograd.Function):
-    """The same as Attention, in the form that torch.func's transforms need, which keep nothing but arguments and results: lse is
-    one of them. torch takes 30 us more to call it."""
+    """The same as Attention, in the form that torch.func's transforms need, which keep nothing but arguments and results: lse
+    is one of them. torch takes 30 us more to call it."""
 
     generate_vmap_rule = True
     backward = staticmethod(Attention.backward)
@@ -134,8 +134,8 @@ def _of_out(dout: Any, out: Any) -> Any:
 
 def _again(of_results: Sequence[Any], tensors: Sequence[Any], over: bool) -> bool:
     """Are the gradients that are being computed to be differentiated themselves? (torch's `once_differentiable` does not see
-    this where these of the results are constants, and leaves out the derivatives.) over: is the transform that computes them over? If not, it
-    is one of those that enclose this."""
+    this where these of the results are constants, and leaves out the derivatives.) over: is the transform that computes them
+    over? If not, it is one of those that enclose this."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     enclosing = sum(level.key() == TransformType.Grad for level in levels)
     if enclosing and not over:
@@ -170,8 +170,9 @@ def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
 
 
 def differentiable(told: dict[str, Any], return_lse: bool) -> Any:
-    """out of attention.forward, or (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE. told: forward's arguments by name. NotImplementedError, ValueError, TypeError name one with which there is no
-    gradient, or that has none and requires one."""
+    """out of attention.forward, or (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE. told:
+    forward's arguments by name. NotImplementedError, ValueError, TypeError name one with which there is no gradient, or that
+    has none and requires one."""
     eight(told["aux"])  # which refuses what is none of these
     arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
     arrays = {name: told[name] for name in "qkv"} | arrays

@@ -38,8 +38,8 @@ def differentiated(*arrays: Any) -> bool:
 
 
 def without_gradients(function: F) -> F:
-    """Decorator: of tensors that require grad the function computes plain results, as torch.autograd.grad does. Under torch.func's
-    transforms such tensors are refused, as their derivatives would be zeros."""
+    """Decorator: of tensors that require grad the function computes plain results, as torch.autograd.grad does. Under
+    torch.func's transforms such tensors are refused, as their derivatives would be zeros."""
 
     @functools.wraps(function)
     def call(*args, **given):

@@ -142,7 +142,7 @@ def forward(
     where it can run, and for few queries of many keys, without options, decode's kernels, which share out the keys.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`. lse, (B, H, Sq) in float32, is the
-    natural logarithm of the sum of exp(score), and -inf for a query that sees no key.
+    natural logarithm of the sum of exp(score), and -inf for a query that sees no key. Both have gradients, in torch and JAX.
 
     Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays and
     others in host memory run in the interpreter, slowly and under supervision.

@@ -148,8 +148,8 @@ def test_what_is_wrong_is_said_when_the_call_is_traced():
 
 
 def summed(dout, dlse=None, **options):
-    """sum(forward(q, k, v) dout), and of lse and dlse, a function of arrays: q, k, v and a sink, if there is one more. dout may be
-    None."""
+    """sum(forward(q, k, v) dout), and of lse and dlse, a function of arrays: q, k, v and a sink, if there is one more. dout may
+    be None."""
 
     def loss(q, k, v, sink=None):
         out, lse = attention.forward(q, k, v, sink=sink, return_lse=True, **options)
@@ -164,8 +164,8 @@ def summed(dout, dlse=None, **options):
     ids=str,
 )
 def test_gradients(options, of):
-    """Of a loss of out, of lse, of both. Against float64, as backward's are judged; traced by jit inside, outside and not at all,
-    and over checkpoints."""
+    """Of a loss of out, of lse, of both. Against float64, as backward's are judged; traced by jit inside, outside and not at
+    all, and over checkpoints."""
     with jax.default_device(CPU):
         arrays = tile(0, 1, TOKENS, 4, HEAD), *(tile(n, 1, TOKENS, 2, HEAD) for n in (1, 2))
         dout, sink = tile(3, 1, TOKENS, 4, HEAD), rate(4, 4) if options else None

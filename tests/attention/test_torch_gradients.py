@@ -148,8 +148,8 @@ def test_backward_of_tensors_that_require_grad():
     """It computes plain tensors, as torch.autograd.grad does. Under torch.func.grad they would count as constants, so it says
     that they have no derivatives."""
     torch = pytest.importorskip("torch")
-    given, options = torch_inputs(1, 8, 1, 64), {"sink": torch.ones(1, requires_grad=True), "q_norm": (torch.ones(64), torch.ones(64))}
-    options["q_norm"][1].requires_grad_()
+    given, ones = torch_inputs(1, 8, 1, 64), torch.ones(64, requires_grad=True)
+    options = {"sink": ones[:1].detach().requires_grad_(), "q_norm": (ones.detach(), ones)}
     for more in {}, options:
         out, lse = attention.forward(*given, return_lse=True, **more)
         made = attention.backward(out, *given, out, lse, dlse=lse, **more)

@@ -130,19 +130,20 @@ def backward(
         dS = P (dout v^T - rowsum(dout out) + dlse)    dq = scale dS k    dk = scale dS^T q
 
     dout: as out. out, lse: what forward returned, with return_lse=True. dlse: as lse, float32; None where L does not depend on
-    lse. It takes no more time than without. For queries that see nothing it may be anything, also inf or NaN. q, k, v, causal, window, softcap, alibi, sink, bias,
-    mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale, layout: what forward was called
-    with; dS is then that of q k^T, before all these. The gradients of heads that share a key head are summed. Queries that
-    see nothing have gradients of 0, and so have keys that are not in use.
+    lse. It takes no more time than without. For queries that see nothing it may be anything, also inf or NaN. q, k, v, causal,
+    window, softcap, alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale,
+    layout: what forward was called with; dS is then that of q k^T, before all these. The gradients of heads that share a key
+    head are summed. Queries that see nothing have gradients of 0, and so have keys that are not in use.
 
     dq, dk, dv, dsink, dq_norm, dk_norm: written in place instead of new arrays. accumulate: they must be given, in float32,
     and the gradients are added to what they hold, unrounded; the same holds for dbias, dalibi and daux, if they are asked
     for. dsink: False where it is not wanted.
 
     dbias, dalibi: True for the gradients of a bias (summed over axes of length 1) and of slopes; or an array to write to; False
-    or None: not wanted. daux: True for the gradients of all arrays of aux that do not hold integers, as far as score reads them; or, for each
-    array, True, an array to write to, or None or False. They are float32. Each is computed from the scores once more, in a fixed
-    order: the same bits every time. With packed sequences, entries of a bias that belong to no sequence get 0.
+    or None: not wanted. daux: True for the gradients of all arrays of aux that do not hold integers, as far as score reads
+    them; or, for each array, True, an array to write to, or None or False. They are float32. Each is computed from the scores
+    once more, in a fixed order: the same bits every time. With packed sequences, entries of a bias that belong to no sequence
+    get 0.
 
     The derivative of score is found by running it once on symbolic terms. So score may do all that it may in forward, except
     `map`. Tiles of queries that see no key of a block are skipped, as forward skips blocks of keys.
@@ -160,8 +161,8 @@ def backward(
     forward's other options have no gradient yet. stream, family: as in forward.
 
     Returns (dq, dk, dv), followed, in this order, by dbias and dalibi, if asked for; dsink, if there is a sink; each of daux
-    that is asked for; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch's tensors
-    may require grad, and what is returned does not. Arrays and errors are those of forward."""
+    that is asked for; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch's
+    tensors may require grad, and what is returned does not. Arrays and errors are those of forward."""
     no_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
     no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
     if no_scores and no_more and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):

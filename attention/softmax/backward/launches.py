@@ -41,8 +41,8 @@ def planned(
 ) -> Plan:
     """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
     in a fixed order. aux: the arrays that its functions read. listing: how it is listed which tiles of queries see a block of
-    keys; None: there is no need to. reads: by the name of a gradient what reads the array that it belongs to. sunk: is the sinks'
-    gradient asked for?"""
+    keys; None: there is no need to. reads: by the name of a gradient what reads the array that it belongs to. sunk: is the
+    sinks' gradient asked for?"""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * sunk, *reads)]
     adds = problem.schema.arguments["dq"].role == "updated"

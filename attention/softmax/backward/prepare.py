@@ -1,6 +1,6 @@
 """Runs before the main kernel of the gradients. For every query it computes the sum of dO O, which the softmax subtracts from
-dP, less the gradient of the log-sum-exp, if it has one; and the log-sum-exp in powers of 2. And it clears the sums of dQ, unless
-the first block stores there.
+dP, less the gradient of the log-sum-exp, if it has one; and the log-sum-exp in powers of 2. And it clears the sums of dQ,
+unless the first block stores there.
 
 A score's gradient is dS = P (dP - delta), delta = sum(dO O) - dlse, because P is also the derivative of lse by the scores. Of a
 sink, a score without a value, it is P (0 - delta). So whatever reads delta takes the gradient of lse into account."""
@@ -81,9 +81,11 @@ def without_sums(config: hopper_wide.Config) -> Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
-    yield from dict.fromkeys(without_sums(config) for config in hopper_wide.space(arch, everything))
+    """What problems are served with: what the main kernel's are, each with a gradient of lse, too."""
+    found = [config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything)]
+    found += [without_sums(config) for config in hopper_wide.space(arch, everything)]
+    of_lse = [replace(config, of_lse=True) for config in (found if everything else found[:1])]
+    yield from dict.fromkeys(found + of_lse)
 
 
 @functools.cache

@@ -19,7 +19,8 @@ def agree(
     """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. In the
     interpreter the formula takes forward's place, which has tests of its own, unless `whole`. known: the same k and v without
     what may not be read, for the formula. by_output: the formula goes by the output that backward was given. of_lse: the
-    loss depends on lse, too, and where a query sees nothing its gradient is NaN. Of a row or two, what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
+    loss depends on lse, too, and where a query sees nothing its gradient is NaN. Of a row or two, what its rounding does to all
+    of dq is one number, whose size in another rounding says nothing."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     if whole or not isinstance(place, OnInterpreter):

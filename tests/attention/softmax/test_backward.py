@@ -311,7 +311,8 @@ def test_no_hazard_under_random_orders(seed, monkeypatch):
 @pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
 def test_as_compiled(as_compiled, arch, family):
     """In the emulator."""
-    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True, of_lse=family == "sm_80")
+    of_lse = family == "sm_80"  # of the other below
+    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True, of_lse=of_lse)
 
 
 def test_packed_sequences_as_compiled(as_compiled):
@@ -441,7 +442,8 @@ def test_what_is_refused_before_any_launch(other, error, words):
 
 @pytest.mark.parametrize("no", [None, False])
 def test_what_is_not_wanted_is_not_computed(place, no):
-    """None or False; of a sink, which has a gradient if nothing is said, False. They are not touched where they are added to."""
+    """None or False; of a sink, which has a gradient if nothing is said, False. They are not touched where they are added
+    to."""
     (q, k, v), (sink, slopes) = inputs(1, 20, 30, 2, 1, 64), (np.array([0.5, -1], F32), np.array([0.5, 0.1], F32))
     read = dict(bias=draw((1, 2, 20, 30), F32), alibi=slopes, sink=sink, score=lambda s, b, h, i, j, t: s * t[h], aux=(slopes,))
     put, told = [place.put(x) for x in (q, q, k, v)], there(place, read)
