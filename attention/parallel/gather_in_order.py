@@ -32,8 +32,9 @@ class InOrder(Gather):
         keys, values = self._fetch(k, v, call, all_heads(k.shape[2])).wait()
         for rows, part, seen in self._parts(call):
             if part is not None:
-                given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows], of(dlse, rows)
-                found.add(part, call, *given, (found.dq[:, rows],), accumulate=False)  # its dk and dv are not the whole's
+                given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
+                into = (found.dq[:, rows],)  # its dk and dv are not the whole's
+                found.add(part, call, *given, of(dlse, rows), into, accumulate=False)
         dout, q, out, *of_rows = facing.wait()
         lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in of_rows], None
         rank = self.peers.rank

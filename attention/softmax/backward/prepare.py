@@ -14,7 +14,7 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, finish_sum, grid, lane_sum, load, load_unordered, row_index, store, truncate, where, zeros
-from tiles import dtype, fp32, rt
+from tiles import dtype, fp32, inlined, rt
 from tiles.arguments import INT, Record, array, record
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
@@ -88,6 +88,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     yield from dict.fromkeys(found + of_lse)
 
 
+@inlined
+def less_dlse(delta, there, spec, at, given):
+    """delta less the gradient of the log-sum-exp, vectors of type `spec`, of rows that are there and see a key. In that of
+    others no score has a part, so that it may be anything."""
+    return where(there, delta - load(given.dlse, spec, at), 0.0)
+
+
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
@@ -120,8 +127,8 @@ def make(config: Config):
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         delta = finish_sum(delta)
         there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
-        if OF_LSE:  # which no score of a row that sees no key has a part in: its gradient may be anything
-            delta = where(there, delta - load(given.dlse, PART.col_vec, (own.batch, head, own.query + row)), 0.0)
+        if OF_LSE:
+            delta = less_dlse(delta, there, PART.col_vec, (own.batch, head, own.query + row), given)
         store(gSums, delta, (own.batch, head, int32(to + ROWS)))
         store(gSums, where(there, lse, NEVER), (own.batch, head, to))
         if warp == 0:
