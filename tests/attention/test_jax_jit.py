@@ -288,9 +288,11 @@ def test_gradients_on_the_card():
     if jax.default_backend() != "gpu":
         pytest.skip("this JAX has no GPU")
     q, k, v, dout = (tile(n, 2, 200, 4, HEAD) for n in range(4))
-    loss = summed(dout.astype(jnp.float32), causal=True)
+    dlse = 3 * jax.random.normal(jax.random.key(9), (2, 4, 200))
+    loss = summed(dout.astype(jnp.float32), dlse, causal=True)
     theirs = [torch.from_dlpack(x).clone().requires_grad_() for x in (q, k, v)]
-    attention.forward(*theirs, causal=True).backward(torch.from_dlpack(dout))
+    made = attention.forward(*theirs, causal=True, return_lse=True)
+    torch.autograd.backward(made, [torch.from_dlpack(x) for x in (dout, dlse)])
     for way in jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2))):
         for x, y in zip(way(q, k, v), theirs):
             torch.testing.assert_close(torch.from_dlpack(x), y.grad, rtol=2**-6, atol=2**-7)
