@@ -11,7 +11,7 @@ from typing import Any
 import attention
 
 from .gather import Gather, fetched
-from .gradients import Gradients, of
+from .gradients import Gradients, dlse_of
 from .moves import Cut, Way, all_heads, move, way
 from .orders import places
 from .pieces import Call
@@ -34,7 +34,7 @@ class InOrder(Gather):
             if part is not None:
                 given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
                 into = (found.dq[:, rows],)  # its dk and dv are not the whole's
-                found.add(part, call, *given, of(dlse, rows), into, accumulate=False)
+                found.add(part, call, *given, dlse_of(dlse, rows), into, accumulate=False)
         dout, q, out, *of_rows = facing.wait()
         lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in of_rows], None
         rank = self.peers.rank
@@ -45,7 +45,7 @@ class InOrder(Gather):
             rows = fetched(call.seers_of(self.keys[rank]), part.rows)
             here = slice(at + part.keys.start - span.start, at + part.keys.stop - span.start)
             given = dout[:, rows], q[:, rows], k[:, here], v[:, here], out[:, rows], lse[:, :, rows]
-            _, dk, dv, *_ = attention.backward(*given, dlse=of(dlse, rows), **part.options)
+            _, dk, dv, *_ = attention.backward(*given, dlse=dlse_of(dlse, rows), **part.options)
             found.dk[:, here] += dk
             found.dv[:, here] += dv
 

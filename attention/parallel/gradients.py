@@ -16,7 +16,7 @@ from .pieces import Call, Piece
 LEARNED = "bias", "alibi", "aux"  # whose gradients attention.backward is asked for
 
 
-def of(dlse: Any, rows: slice, heads: slice = slice(None)) -> Any:
+def dlse_of(dlse: Any, rows: slice, heads: slice = slice(None)) -> Any:
     """The gradient of lse for some queries and heads; None if it has none."""
     return None if dlse is None else dlse[:, heads, rows]
 

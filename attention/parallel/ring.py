@@ -16,7 +16,7 @@ import torch
 
 import attention
 
-from .gradients import Gradients, of
+from .gradients import Gradients, dlse_of
 from .joins import Part, fewer, of_parts
 from .orders import Span, Spans, count, merged, places, without
 from .peers import Peers, Pending
@@ -97,7 +97,7 @@ class Ring:
                 for rows, seen, part in self._parts(alone, share):
                     asked = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
                     into = found.dq[:, rows, mine], of_keys[:, seen], of_values[:, seen]
-                    found.add(part, alone, *asked, lse[:, mine, rows], of(dlse, rows, mine), into)
+                    found.add(part, alone, *asked, lse[:, mine, rows], dlse_of(dlse, rows, mine), into)
                 _add(back)
                 back.append(self._return(share, of_keys, of_values, dk, dv))
 

@@ -158,7 +158,9 @@ class _Attention(torch.autograd.Function):
             told["deterministic"] = True
         wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
         dout = torch.zeros_like(out) if dout is None else adjacent(dout)
-        if dlse is None and ctx.return_lse and ctx.plan.scheme.rows_travel:  # it does, too: other ranks may have one
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        elif ctx.return_lse and ctx.plan.scheme.rows_travel:  # so does this, as other ranks may have one
             dlse = torch.zeros_like(lse)
         found = _differentiate(ctx.plan, dout, dlse, *tensors[:3], out, lse, told, wanted)
         return None, None, None, None, *[found.get(name) if name in wanted else None for name in ctx.names]
