@@ -12,6 +12,7 @@ import numpy as np
 from tiles import cache, digest
 from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled, compile_kernel
+from tiles.frameworks import without_grad
 from tiles.launch import watchers
 from tiles.recording import recorded
 
@@ -151,7 +152,7 @@ class Definition:
             raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")
         every = candidates(found, card(ordinal))
         made = [chosen(self.name, found, one) for one in every[: tune.FEW]]
-        given = [x.T if s.turned else x for x, s in zip(flat, self._shapes(flat))]
+        given = [without_grad(x.T if s.turned else x) for x, s in zip(flat, self._shapes(flat))]
         seconds = tune.measure(self.name, made, given, say)
         tune.remember(made, card(ordinal).name, seconds)
         return tune.ranked(every, seconds)
