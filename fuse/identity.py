@@ -80,7 +80,9 @@ class InField:
         """The value of a random function, the same whenever its arguments are the same. Of a Number p decides."""
         text = repr(tuple(x.p if isinstance(x, Number) else x for x in what)).encode()
         digest = hashlib.blake2b(text, digest_size=48, key=self.key).digest()
-        return Number(int.from_bytes(digest[:24], "little") % self.field.p, int.from_bytes(digest[24:], "little") % self.field.q)
+        return Number(
+            int.from_bytes(digest[:24], "little") % self.field.p, int.from_bytes(digest[24:], "little") % self.field.q
+        )
 
     def add(self, a: Number, b: Number) -> Number:
         return Number((a.p + b.p) % self.field.p, None if a.q is None or b.q is None else (a.q + b.q) % self.field.q)
@@ -347,7 +349,9 @@ def _miss(definition: Sequence[Term], rewritten: Sequence[Term], sizes: Mapping[
     size = _sizes([*definition, *rewritten], sizes)
     arguments: dict[str, list[tuple[int, Size]]] = defaultdict(list)  # of each random function: (how many, of what Size)
     for x in walk(*definition, *rewritten):
-        opaque = x.operation in OPAQUE or x.operation in PARTS or (x.operation in MAPS and MAPS[x.operation].field in ("", "exp"))
+        opaque = (
+            x.operation in OPAQUE or x.operation in PARTS or (x.operation in MAPS and MAPS[x.operation].field in ("", "exp"))
+        )
         if opaque:
             of = [size[y] for y in x.of if not graph.is_index(y)]
             shape = max((y.names for y in (x, *x.of)), key=lambda names: _elements(names, sizes))

@@ -1,8 +1,9 @@
-"""Is the rewritten term equal to the definition, and the kernel to both? Three answers, each with what it leaves open.
+"""Is the rewritten term equal to the definition, and the kernel to both? Four answers, each with what it leaves open.
 
-1. Identity testing: both terms are equal at random points of a large prime field (identity.py).
-2. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
-3. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight."""
+1. Identity testing: both terms are equal at random points of large random prime fields (identity.py).
+2. Both terms in float64 and float32, at rows of zeros, of tiny and huge numbers and of the constants' size (float_check.py).
+3. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
+4. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from tiles.testing import tolerance
 
 from . import graph, module
 from .axes import Axis, elementary
-from .axes import extent as extent_of
 from .candidates import Candidate, chosen
-from .evaluate import InNumPy, evaluate
+from .evaluate import evaluate
+from .float_check import FloatCheck, Sized, compare_in_floats
 from .functions import FP8
 from .graph import walk
 from .identity import Identity, extent_in, identity
@@ -60,23 +61,29 @@ class Proof:
     """What is known about the correctness of kernels: see the module."""
 
     identity: Identity
+    floats: FloatCheck
     run: Run
 
     @property
     def holds(self) -> bool:
-        """Did both the identity test and the run pass?"""
-        return self.identity.equal and self.run.passed
+        """Did the identity test, the comparison in floats and the run pass?"""
+        return self.identity.equal and self.floats.passed and self.run.passed
 
     def __str__(self):
-        return f"{self.identity}\n{self.run}"
+        return f"{self.identity}\n{self.floats}\n{self.run}"
 
 
 RAGGED = 19, 72, 40, 24, 56, 88  # extents of a run: of rows, which may be any, and of others, by which TMA steps
 
 
-def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
-    """The proof of one way to compute what was traced."""
-    return Proof(identity(found.roots, candidate.roots), checked(name, found, candidate))
+def proven(name: str, found: Traced, candidate: Candidate, seed: int | None = None) -> Proof:
+    """The proof of one way to compute what was traced. seed: of the identity test, a random one if it is None."""
+    declared = [f"{rule.name} ({rule.loses})" for rule in candidate.rules if rule.loses]
+    return Proof(
+        identity(found.roots, candidate.roots, seed),
+        compare_in_floats(found.roots, candidate.roots, declared),
+        checked(name, found, candidate),
+    )
 
 
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
@@ -150,17 +157,3 @@ def _of(found: Traced, given: dict[str, Any], sized: tuple[Sized, Sized]) -> lis
 
 def _has_nan(*arrays: Any) -> bool:
     return any(np.isnan(np.asarray(x, np.float64)).any() for x in arrays)
-
-
-class Sized(InNumPy):
-    """NumPy's arithmetic, for arrays of other extents than those that the terms were traced with."""
-
-    def __init__(self, dtype: Any, sizes: Mapping[Axis, int]):
-        super().__init__(dtype)
-        self.sizes = sizes
-
-    def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.wide(extent if axis is None else extent_of(axis, self.sizes))
-
-    def count(self, axis: Axis | None, extent: int) -> int:
-        return extent if axis is None else extent_of(axis, self.sizes)
