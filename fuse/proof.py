@@ -3,7 +3,9 @@
 1. Identity testing: both terms are equal at random points of large random prime fields (identity.py).
 2. Both terms in float64 and float32, at rows of zeros, of tiny and huge numbers and of the constants' size (float_check.py).
 3. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
-4. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight."""
+4. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight.
+
+The proof of a gradient begins with a fifth: the definition is the derivative of the function (derivative_check.py)."""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from . import graph, module
 from .axes import Axis, elementary
 from .candidates import Candidate, chosen
 from .evaluate import evaluate
+from .derivative_check import DerivativeCheck
 from .float_check import FloatCheck, Sized, compare_in_floats
 from .functions import FP8
 from .graph import walk
@@ -63,14 +66,17 @@ class Proof:
     identity: Identity
     floats: FloatCheck
     run: Run
+    derivative: DerivativeCheck | None = None
 
     @property
     def holds(self) -> bool:
-        """Did the identity test, the comparison in floats and the run pass?"""
-        return self.identity.equal and self.floats.passed and self.run.passed
+        """Did the identity test, the comparison in floats and the run pass, and that with differences, if it is a gradient's?"""
+        derivative = self.derivative is None or self.derivative.passed
+        return self.identity.equal and self.floats.passed and self.run.passed and derivative
 
     def __str__(self):
-        return f"{self.identity}\n{self.floats}\n{self.run}"
+        parts = self.derivative, self.identity, self.floats, self.run
+        return "\n".join([str(part) for part in parts if part is not None])
 
 
 RAGGED = 19, 72, 40, 24, 56, 88  # extents of a run: of rows, which may be any, and of others, by which TMA steps
