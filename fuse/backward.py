@@ -23,7 +23,7 @@ import numpy as np
 from . import derivative, language, terms
 from .definition import NoKernel
 from .derivative import NoRule
-from .derivative_check import compare_with_differences
+from .derivative_check import DerivativeCheck, compare_with_differences
 from .functions import CASTS
 from .fused import Fused
 from .given import cast, dtype_of
@@ -250,14 +250,17 @@ class Gradient(Fused):
     def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
         """Whether the kernels for these arrays compute the definition, and whether that is the derivative of the function: see
         Definition."""
+        return dataclasses.replace(super().proof(*arrays, seed=seed), derivative=self.differences(*arrays))
+
+    def differences(self, *arrays: Any) -> DerivativeCheck:
+        """The gradients, as terms for these arrays, compared with differences of the function (derivative_check.py)."""
         shapes = self._shapes(self._rows(self._arguments(arrays))[0])
         found = self._traced(self.definition_with_results, shapes)
         arguments = [x for _, x in found.inputs][: len(self.function.names)]
         names = self.asked(arguments)
         gradients = {viewed_whole(arguments[self.function.names.index(n)]): x for n, x in zip(names, found.roots)}
         results, by = found.roots[len(names) :: 2], found.roots[len(names) + 1 :: 2]
-        known = compare_with_differences(results, by, gradients)
-        return dataclasses.replace(super().proof(*arrays, seed=seed), derivative=known)
+        return compare_with_differences(results, by, gradients)
 
     @functools.cached_property
     def without_sums(self) -> Gradient:

@@ -2,7 +2,8 @@
 
     sum(dy * (f(x + h v) - f(x - h v))) / 2 h  =  sum(dx * v),  to DIGITS of the sum of all |dx * v|
 
-at normally distributed numbers, where no maximum has a tie and nothing is at a kink. A cast has the slope 1, and is left out."""
+Numbers are normally distributed, so that no maximum has a tie and nothing is at a kink. A cast has the slope 1, and rounds
+nothing here."""
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@
     x * y / y = x                          is true, but for y = 0, where one is NaN
     mean(x * x) - mean(x) ** 2 = var(x)    is true, and has no digit left where x is 4000 +- 1
 
-So both terms are computed in float64 and in float32, on rows of many KINDS at once and rows of the size of each constant, where it
-counts, with other arrays, such as weights, of the kinds OTHERS. Of each row of a result, e is the greatest element and d the
-greatest error of the definition in float32.
+So both terms are computed in float64 and in float32, on rows of many KINDS at once and on rows of the size of each constant,
+where it counts, with other arrays, such as weights, of the kinds OTHERS. Of each row of a result, e is the greatest element and
+d the greatest error of the definition in float32.
 
     value    in float64 both are finite at the same places, and differ by no more than 2^-16 d + 2^-30 e
     range    if the definition keeps its digits in float32, d <= 2^-10 e, the rewritten term is wrong by 16 d + 2^-8 e at most
 
-A row in which float32 ends for the definition itself says nothing about range. What differs in value at MODERATE numbers is wrong;
-elsewhere something was lost, as in float32. Rounding to 16 bits is not looked into here."""
+A row in which float32 ends for the definition itself says nothing about range. What differs in value at MODERATE numbers is
+wrong; elsewhere something was lost, as in float32. Rounding to 16 bits is not looked into here."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ KINDS = {  # of rows, made of normally distributed numbers
     **{f"of 2^{n}": (lambda x, n=n: x * 2.0**n) for n in (-100, -60, -20, 10, 20, 60, 100)},
 }
 MODERATE = "normal", "positive", "negative", "zero", "equal", "with zeros"  # kinds of what is neither great nor tiny
-OTHERS = {  # of arrays without rows
-    "normal": lambda x: x,
-    "with zeros": lambda x: np.where(np.arange(x.size).reshape(x.shape) % 3 == 1, 0.0, x),
-    "of 2^-40": lambda x: x * 2.0**-40,
-    "of 2^40": lambda x: x * 2.0**40,
+OTHERS = {  # of arrays without rows, and of numbers: the n-th of them
+    "normal": lambda x, n: x,
+    "with zeros": lambda x, n: np.where(np.arange(x.size).reshape(x.shape) % 3 == 1, 0.0, x),
+    "of 2^-40": lambda x, n: x * 2.0**-40,
+    "of 2^40": lambda x, n: x * 2.0**40,
+    "of 2^60 and 2^-60 in turn": lambda x, n: x * 2.0 ** (-60 if n % 2 else 60),
+    "of 2^-60 and 2^60 in turn": lambda x, n: x * 2.0 ** (60 if n % 2 else -60),
 }
 CONSTANTS = 4  # whose sizes rows have, at most
 EXTENTS = 4, 6, 5, 7, 8, 9  # of axes that are no rows
@@ -166,15 +168,15 @@ def _of_constants(every: Sequence[Term]) -> dict[str, Any]:
 def _draws(
     every: Sequence[Term], rows: set[Axis], kinds: Mapping[str, Any], extents: Mapping[Axis, int], apart: bool
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
-    """(the kind of the arrays without rows, the kinds of the rows, the arguments): all kinds of rows with each of OTHERS. apart:
-    has each result rows? If not, rows would meet in it, so there are arguments with each kind alone, too."""
+    """(the kind of the arrays without rows, the kinds of the rows, the arguments): all kinds of rows with each of OTHERS.
+    apart: has each result rows? If not, rows would meet in it, so there are arguments with each kind alone, too."""
     rng, indices = np.random.default_rng(0), graph.indices(every)
     probabilities = {x.of[1] for x in every if x.operation == "dropout"}
     draws = [(others, [*kinds]) for others in OTHERS]
     if not apart:
         draws += [("normal", [kind]) for kind in kinds] + [(others, ["normal"]) for others in OTHERS]
     for others, of_rows in draws:
-        given = dict[str, Any]()
+        given, count = dict[str, Any](), 0
         for x in (x for x in every if x.operation == "input"):
             shape = tuple(1 if axis is None else extent_of(axis, extents) for axis in x.names)
             if np.dtype(x.what[1]).kind == "i":
@@ -186,7 +188,7 @@ def _draws(
                 each = [kinds[of_rows[n % len(of_rows)]](drawn[..., n : n + 1, :]) for n in range(shape[-2])]
                 drawn = np.concatenate(each, -2)
             elif x not in probabilities:
-                drawn = OTHERS[others](drawn)
+                drawn, count = OTHERS[others](drawn, count), count + 1
             given[x.what[0]] = _held(drawn, x.what[1])
         yield others, of_rows, given
 

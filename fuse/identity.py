@@ -1,11 +1,11 @@
 """Identity testing: are two terms equal, whatever their inputs are?
 
-Both are computed exactly, at POINTS random points. Each point has a prime field of its own, of p elements, p being a random prime
-(prime_fields.py), random numbers of it as inputs, and random extents of the axes, all different. A constant is a float, which is
-m * 2^e exactly, and that is what it is modulo p; primes at which two constants that differ become one are drawn anew.
+Both are computed exactly, at POINTS random points. Each point has a prime field of its own, the integers modulo a random p
+(prime_fields.py), random numbers of it as inputs, and random extents of the axes, all different. A constant is a float, which
+is m * 2^e exactly, and that is what it is modulo p; primes at which two constants that differ become one are drawn anew.
 
-    exp                 base ** x, x being a number modulo q, the order of base: exp(a + b) = exp(a) exp(b) holds, exp(q) = 1 for
-                        no q that is known beforehand
+    exp                 base ** x, x being a number modulo q, the order of base: exp(a + b) = exp(a) exp(b) holds, and
+                        exp(q) = 1, but no rule can know q
     max, of a row       a random function of the set of its elements; maxima of maxima are those of the union
     what is outside     rsqrt, sigmoid, comparisons, casts, ...: a random function of its arguments, equal where they are
 
@@ -22,7 +22,6 @@ exponents differ satisfy no more equations than random numbers do."""
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import secrets
 from collections import defaultdict
@@ -188,15 +187,14 @@ def _array(x: Number) -> Any:
 @dataclass(frozen=True)
 class Identity:
     """The result of identity testing. equal: whether the terms were equal at all points. points: how many. seed: what they
-    follow from. fields: their primes (p, q). miss: a bound on the chance that different terms are equal at one point, in units
-    of 2^-60, the greatest of all points. bound: that they are so at all of them. outside: the functions that are random in
-    the test."""
+    follow from. fields: their primes (p, q). comparisons: the Comparisons of the point that misses most. bound: on the chance
+    that different terms are equal at all points. outside: the functions that are random in the test."""
 
     equal: bool
     points: int
     seed: int
     fields: tuple[tuple[int, int], ...]
-    miss: int
+    comparisons: tuple[Comparisons, ...]
     bound: float
     outside: tuple[str, ...]
 
@@ -204,32 +202,34 @@ class Identity:
         if not self.equal:
             return f"identity: the rewritten term is NOT the definition (seed {self.seed})"
         found = f"identity: equal at {self.points} random points, each modulo a random prime of its own (seed {self.seed})"
-        found += f"; terms that differ are equal at one with a chance of at most {self.miss:.2g} / 2^{BITS}"
+        chances = " + ".join(str(one) for one in self.comparisons)
+        found += f"; terms that differ are equal at one with a chance of at most {TRIES} ({chances}) / 2^{BITS}"
         found += f", at all with {self.bound:.0e}"
         return found + (f"; stood in for by random functions: {', '.join(self.outside)}" if self.outside else "")
 
 
 def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int | None = None, points: int = POINTS) -> Identity:
-    """Test whether two lists of terms over the same inputs are equal, at random points that follow from the seed. Without one it
-    is random itself, so that nobody can know the primes when a rule is written. ValueError: no point was found at which all
-    divisions are possible."""
+    """Test whether two lists of terms over the same inputs are equal, at random points that follow from the seed. Without one
+    it is random itself: the bound is about primes that nobody knew when the rule was written. ValueError: no point was found
+    at which all divisions are possible."""
     seed = secrets.randbits(32) if seed is None else seed
     every = list(walk(*definition, *rewritten))
     axes = elementary(name for x in every for name in x.names)
     operations = {x.operation for x in every}
     outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
     constants = {Fraction(x.what) for x in every if x.operation == "number" and math.isfinite(x.what)}
-    random, fields, misses, same = Random(seed), list[PrimeField](), list[int](), True
+    random, fields, known, same = Random(seed), list[PrimeField](), list[tuple[Comparisons, ...]](), True
     sizes_of_axes = [*SIZES[: len(axes)], *range(14, 14 + len(axes) - len(SIZES))]
     while len(fields) < points and same:
         field = _field_for(constants, random)
         sizes = dict(zip(axes, random.sample(sizes_of_axes, len(axes))))
         one, other = _values_at(definition, rewritten, field, sizes, random)
         same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
-        misses.append(TRIES * _miss(definition, rewritten, sizes))
+        known.append(_comparisons(definition, rewritten, sizes))
         fields.append(field)
+    misses = [TRIES * sum(one.chance for one in every) for every in known]
     bound = math.prod(min(1.0, miss / 2**BITS) for miss in misses)
-    return Identity(same, len(fields), seed, tuple((x.p, x.q) for x in fields), max(misses), bound, outside)
+    return Identity(same, len(fields), seed, tuple((x.p, x.q) for x in fields), known[np.argmax(misses)], bound, outside)
 
 
 def _field_for(constants: set[Fraction], random: Random) -> PrimeField:
@@ -291,10 +291,21 @@ class Size(NamedTuple):
         a, i, b, j = self
         return Size(a + (n - 1) * b, i + (n - 1) * j + n.bit_length(), n * b, n * j)
 
-    def comparison(self, other: Size) -> int:
-        """The chance that two of these sizes are equal at a point although they differ, in units of 2^-BITS."""
-        difference = self.plus(other)
-        return difference.up + 2 * difference.up_bits
+
+class Comparisons(NamedTuple):
+    """So many pairs of rational functions. degree, bits: bounds on the numerators of their differences, see Size."""
+
+    pairs: int
+    degree: int
+    bits: int
+
+    @property
+    def chance(self) -> int:
+        """A bound on the chance that one of the pairs is equal at a point although it differs, in units of 2^-BITS."""
+        return self.pairs * (self.degree + 2 * self.bits)
+
+    def __str__(self):
+        return f"{self.pairs} ({self.degree} + 2 x {self.bits})"
 
 
 VARIABLE = Size(1, 0, 0, 0)  # a random function's value is a further variable
@@ -343,28 +354,31 @@ def _sizes(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> dict[Term, Size]
     return found
 
 
-def _miss(definition: Sequence[Term], rewritten: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
-    """A bound on the chance that two lists of terms are equal at a point although they differ, in units of 2^-BITS; see the
-    module."""
+def _comparisons(definition: Sequence[Term], rewritten: Sequence[Term], sizes: Mapping[Axis, int]) -> tuple[Comparisons, ...]:
+    """What two lists of terms are compared by at a point: the results, then the arguments of each random function and of exp;
+    see the module."""
     size = _sizes([*definition, *rewritten], sizes)
     arguments: dict[str, list[tuple[int, Size]]] = defaultdict(list)  # of each random function: (how many, of what Size)
     for x in walk(*definition, *rewritten):
-        opaque = (
-            x.operation in OPAQUE or x.operation in PARTS or (x.operation in MAPS and MAPS[x.operation].field in ("", "exp"))
-        )
-        if opaque:
-            of = [size[y] for y in x.of if not graph.is_index(y)]
-            shape = max((y.names for y in (x, *x.of)), key=lambda names: _elements(names, sizes))
-            name = {"max_of_parts": "max", "sum_of_parts": "exp"}.get(x.operation, x.operation)
-            arguments[name].append((_elements(shape, sizes), _greatest(of)))
-            if x.operation == "sum_of_parts":  # of x less the maximum of its part
-                arguments["exp"][-1] = _elements(shape, sizes), of[0].plus(VARIABLE)
-                arguments["max"].append((_elements(shape, sizes), of[0]))
-    results = max(size[x].comparison(size[y]) for x, y in itertools.zip_longest(definition, rewritten, fillvalue=definition[0]))
+        of, count = [size[y] for y in x.of if not graph.is_index(y)], max(_elements(y.names, sizes) for y in (x, *x.of))
+        if x.operation in PARTS:
+            arguments["max"].append((count, of[0]))
+        if x.operation == "sum_of_parts":  # of exp(x - the maximum of its part)
+            arguments["exp"].append((count, of[0].plus(VARIABLE)))
+        elif x.operation in OPAQUE or (x.operation in MAPS and MAPS[x.operation].field in ("", "exp")):
+            arguments[x.operation].append((count, _greatest(of)))
+    found = [
+        _compared(1, *max(zip(map(size.get, definition), map(size.get, rewritten)), key=lambda two: _compared(1, *two).chance))
+    ]
     for every in arguments.values():
         n, greatest = sum(count for count, _ in every), _greatest([one for _, one in every])
-        results += n * (n - 1) // 2 * greatest.comparison(greatest)
-    return results
+        found.append(_compared(n * (n - 1) // 2, greatest, greatest))
+    return tuple(one for one in found if one.pairs)
+
+
+def _compared(pairs: int, one: Size, other: Size) -> Comparisons:
+    difference = one.plus(other)
+    return Comparisons(pairs, difference.up, difference.up_bits)
 
 
 def _elements(names: Sequence[Axis | None], sizes: Mapping[Axis, int]) -> int:
