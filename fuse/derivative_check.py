@@ -15,11 +15,11 @@ import numpy as np
 
 from . import graph
 from .axes import elementary
-from .axes import extent as extent_of
 from .evaluate import evaluate
 from .float_check import EXTENTS, Sized
 from .functions import CASTS
 from .graph import walk
+from .identity import extent_in
 from .terms import Term
 
 STEP, DIGITS, NOISE = 1e-6, 1e-5, 1e-8  # h; of the sum; of the results, which differences are made of
@@ -65,9 +65,10 @@ def compare_with_differences(
     rng, indices, arithmetic = np.random.default_rng(seed), graph.indices(every), Unrounded(np.float64, extents)
     given = dict[str, Any]()
     for x in (x for x in every if x.operation == "input"):
-        shape = tuple(1 if axis is None else extent_of(axis, extents) for axis in x.names)
+        shape = tuple(extent_in(axis, extents) for axis in x.names)
         if np.dtype(x.what[1]).kind == "i":
-            given[x.what[0]] = rng.integers(0, extent_of(indices[x][0], extents) if indices.get(x, [None])[0] else 1, shape)
+            axis = indices[x][0] if x in indices else None
+            given[x.what[0]] = rng.integers(0, extent_in(axis, extents), shape)
         else:
             given[x.what[0]] = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
 

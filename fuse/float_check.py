@@ -16,8 +16,9 @@ wrong; elsewhere something was lost, as in float32. Rounding to 16 bits is not l
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,10 @@ from .axes import extent as extent_of
 from .evaluate import InNumPy, evaluate
 from .functions import FP8
 from .graph import walk
+from .identity import extent_in
 from .terms import Term
 
-KINDS = {  # of rows, made of normally distributed numbers
+KINDS: dict[str, Callable] = {  # of rows, made of normally distributed numbers
     "normal": lambda x: x,
     "positive": abs,
     "negative": lambda x: -abs(x),
@@ -40,10 +42,10 @@ KINDS = {  # of rows, made of normally distributed numbers
     "equal": lambda x: x * 0.0 + 1.5,
     "far from 0": lambda x: 4000.0 + x,
     "one great": lambda x: np.where(np.arange(x.shape[-1]) == 1, 2.0**10, x),
-    **{f"of 2^{n}": (lambda x, n=n: x * 2.0**n) for n in (-100, -60, -20, 10, 20, 60, 100)},
+    **{f"of 2^{n}": functools.partial(np.multiply, 2.0**n) for n in (-100, -60, -20, 10, 20, 60, 100)},
 }
 MODERATE = "normal", "positive", "negative", "zero", "equal", "with zeros"  # kinds of what is neither great nor tiny
-OTHERS = {  # of arrays without rows, and of numbers: the n-th of them
+OTHERS: dict[str, Callable] = {  # of arrays without rows, and of numbers: the n-th of them
     "normal": lambda x, n: x,
     "with zeros": lambda x, n: np.where(np.arange(x.size).reshape(x.shape) % 3 == 1, 0.0, x),
     "of 2^-40": lambda x, n: x * 2.0**-40,
@@ -162,7 +164,7 @@ def _of_constants(every: Sequence[Term]) -> dict[str, Any]:
     """Kinds of rows whose numbers, or their squares, are as great as a constant of these terms."""
     found = sorted({abs(x.what) for x in every if x.operation == "number" and 1e-30 < abs(x.what) < 1e30 and abs(x.what) != 1})
     sizes = {f"of {c:.3g}": c for c in found[:CONSTANTS]} | {f"of {c:.3g} ** 0.5": c**0.5 for c in found[:CONSTANTS]}
-    return {name: (lambda x, size=size: x * size) for name, size in sizes.items()}
+    return {name: functools.partial(np.multiply, size) for name, size in sizes.items()}
 
 
 def _draws(
@@ -178,10 +180,10 @@ def _draws(
     for others, of_rows in draws:
         given, count = dict[str, Any](), 0
         for x in (x for x in every if x.operation == "input"):
-            shape = tuple(1 if axis is None else extent_of(axis, extents) for axis in x.names)
+            shape = tuple(extent_in(axis, extents) for axis in x.names)
             if np.dtype(x.what[1]).kind == "i":
                 axis = indices[x][0] if x in indices else None
-                given[x.what[0]] = rng.integers(-1, extent_of(axis, extents) if axis else 1, shape)
+                given[x.what[0]] = rng.integers(-1, extent_in(axis, extents), shape)
                 continue
             drawn = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
             if _has_rows(x, rows):

@@ -40,7 +40,7 @@ from .evaluate import evaluate, picked, seen
 from .functions import MAPS
 from .graph import walk
 from .prime_fields import BITS, PrimeField, random_field
-from .terms import PARTS, Term
+from .terms import Term
 
 POINTS, TRIES = 4, 64  # points that are compared, and how often one is drawn at most
 SIZES = 2, 3, 4, 5, 6, 8, 7, 9, 10, 11, 12, 13  # extents of axes, as many of them as there are axes
@@ -249,7 +249,7 @@ def _values_at(
     for _ in range(TRIES):
         given = {}
         for x in (x for x in every if x.operation == "input"):
-            shape = tuple(1 if name is None else extent_of(name, sizes) for name in x.names)
+            shape = tuple(extent_in(name, sizes) for name in x.names)
             values, draw = np.empty(math.prod(shape), object), range(-1, extent_in(among[x][0], sizes)) if x in among else None
             for n in range(len(values)):
                 values[n] = random.choice(draw) if draw else _random_number(field, exponents, random)
@@ -361,15 +361,14 @@ def _comparisons(definition: Sequence[Term], rewritten: Sequence[Term], sizes: M
     arguments: dict[str, list[tuple[int, Size]]] = defaultdict(list)  # of each random function: (how many, of what Size)
     for x in walk(*definition, *rewritten):
         of, count = [size[y] for y in x.of if not graph.is_index(y)], max(_elements(y.names, sizes) for y in (x, *x.of))
-        if x.operation in PARTS:
+        if x.operation in ("max_of_parts", "sum_of_parts"):
             arguments["max"].append((count, of[0]))
         if x.operation == "sum_of_parts":  # of exp(x - the maximum of its part)
             arguments["exp"].append((count, of[0].plus(VARIABLE)))
         elif x.operation in OPAQUE or (x.operation in MAPS and MAPS[x.operation].field in ("", "exp")):
             arguments[x.operation].append((count, _greatest(of)))
-    found = [
-        _compared(1, *max(zip(map(size.get, definition), map(size.get, rewritten)), key=lambda two: _compared(1, *two).chance))
-    ]
+    results = [_compared(1, size[x], size[y]) for x, y in zip(definition, rewritten)]
+    found = [max(results, key=lambda one: one.chance)]
     for every in arguments.values():
         n, greatest = sum(count for count, _ in every), _greatest([one for _, one in every])
         found.append(_compared(n * (n - 1) // 2, greatest, greatest))

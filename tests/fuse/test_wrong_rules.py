@@ -152,6 +152,7 @@ CONSTANTS = {
     "2^61 - 1 is 0": (difference, (X, X), of("sub", lambda a, b: a - b + float(2**53) * 2.0**8 - 1.0 * b + b)),
     "exp has the period of a subgroup": (lambda x: fuse.exp(x), (X,), of("exp", lambda x: fuse.exp(x + 5124095576030431.0))),
     "exp of c more": (lambda x: fuse.exp(x), (X,), of("exp", lambda x: fuse.exp(x + 1e-9))),
+    "exp of a sum is a sum": (lambda x, y: fuse.exp(x + y), (X, X), of("exp", two("add", lambda a, b: fuse.exp(a) + b))),
     "exp has base 2": (lambda x: fuse.exp(x), (X,), of("exp", lambda x: fuse.exp2(x))),
 }
 PLACES = {
@@ -162,6 +163,9 @@ PLACES = {
         of("add", lambda m, e: (m.of[0] + e) / m.of[1] if m.operation == "div" else None),
     ),
     "eps moves into the square": (norm, (X, VECTOR), of("mul", lambda a, b: (a + 1e-5) * b if a is b else None)),
+    "the root of a sum is that of a part": (norm, (X, VECTOR), of("rsqrt", two("add", lambda a, b: fuse.rsqrt(a)))),
+    "a divisor becomes a factor": (norm, (X, VECTOR), of("div", lambda a, b: a * b)),
+    "a factor is lost": (norm, (X, VECTOR), of("mul", lambda a, b: a if b.ndim else None)),
     "rsqrt is sqrt": (norm, (X, VECTOR), of("rsqrt", lambda s: fuse.sqrt(s))),
     "a mean is a sum": (norm, (X, VECTOR), of("div", lambda a, b: a if b.operation == "length" else None)),
     "a mean is over eight": (lambda x: fuse.mean(x), (X,), of("div", lambda a, b: a / 8.0)),
