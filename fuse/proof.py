@@ -107,9 +107,9 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     indices, scales = graph.indices(found.roots), _scales_of_rows(found)
     scaled = {key: given[key] if x in indices else _scaled(given[key], x, found, scales) for key, x in found.inputs}
     no_root = {key: given[key] if x in indices else abs(given[key]) for key, x in found.inputs}  # none of what may be negative
-    for values in (scaled, given, no_root):
+    for values, usable in ((scaled, np.isfinite), (given, _is_number), (no_root, _is_number)):
         ref, low = _of(found, values, sized)
-        if not _has_nan(*ref, *low):
+        if all(usable(np.asarray(x, np.float64)).all() for x in (*ref, *low)):
             break
     else:
         return Run(told, math.inf, 0, "the definition gives NaN, of normally distributed numbers and of their absolute values")
@@ -121,7 +121,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     except Hazard as hazard:
         return Run(told, math.inf, 0, str(hazard))
     parts = [part for x, *y in zip(found.roots, results, ref, low) for part in _apart(x, y, found, scales)]
-    errors = [float(np.abs(np.asarray(y, np.float64) - x).max(initial=0)) for y, x, _ in parts]
+    errors = [_error(np.asarray(y, np.float64), x) for y, x, _ in parts]
     limits = [tolerance(x, z, y.dtype) for y, x, z in parts]
     shares = [x / (limit or math.ulp(0)) if x == x else math.inf for x, limit in zip(errors, limits)]
     worst = max(range(len(errors)), key=shares.__getitem__)
@@ -201,5 +201,11 @@ def _of(found: Traced, given: dict[str, Any], sized: tuple[Sized, Sized]) -> lis
         return [list(evaluate(found.roots, values, rounded)) for values, rounded in zip((wide, given), sized)]
 
 
-def _has_nan(*arrays: Any) -> bool:
-    return any(np.isnan(np.asarray(x, np.float64)).any() for x in arrays)
+def _is_number(x: Any) -> Any:
+    return ~np.isnan(x)
+
+
+def _error(x: Any, ref: Any) -> float:
+    """The greatest difference, 0 between equal infinities; NaN if x has one."""
+    with np.errstate(invalid="ignore"):
+        return float(np.where(x == ref, 0, np.abs(x - ref)).max(initial=0))
