@@ -16,8 +16,8 @@ Schwartz, Zippel), or all its coefficients, of which one has at most B bits, are
 arguments: while those that differ are seen to differ, its values are further random numbers, for which the same holds. `bound`
 is the sum of these, times TRIES for points that were drawn anew because something was divided by 0, to the power of POINTS.
 
-Two things are taken for granted: BLAKE2b, with a random key for each point, is a random function; and powers of `base` whose
-exponents differ satisfy no more equations than random numbers do."""
+Three things are taken for granted: what Python's generator makes of the seed is random; BLAKE2b, with a random key for each
+point, is a random function; and powers of `base` whose exponents differ satisfy no more equations than random numbers do."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int | 
     """Test whether two lists of terms over the same inputs are equal, at random points that follow from the seed. Without one
     it is random itself: the bound is about primes that nobody knew when the rule was written. ValueError: no point was found
     at which all divisions are possible."""
-    seed = secrets.randbits(32) if seed is None else seed
+    seed = secrets.randbits(64) if seed is None else seed
     every = list(walk(*definition, *rewritten))
     axes = elementary(name for x in every for name in x.names)
     operations = {x.operation for x in every}
@@ -316,7 +316,7 @@ def _greatest(of: Sequence[Size]) -> Size:
 
 
 def _of_number(value: float) -> Size:
-    exact = Fraction(value) if math.isfinite(value) else Fraction(1)
+    exact = Fraction(value)
     return Size(0, exact.numerator.bit_length(), 0, exact.denominator.bit_length() - 1)
 
 
@@ -332,7 +332,7 @@ def _sizes(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> dict[Term, Size]
         if x.operation in ("input", "exp") or not name:
             found[x] = _greatest([*of[1:], VARIABLE]) if x.operation == "where" else VARIABLE
         elif name == "number":
-            found[x] = _of_number(x.what)
+            found[x] = _of_number(x.what) if math.isfinite(x.what) else VARIABLE
         elif name == "length":
             found[x] = Size(0, extent_in(x.what[0], sizes).bit_length() if x.what[0] else x.what[1].bit_length(), 0, 0)
         elif name in ("add", "sub"):
