@@ -1,4 +1,4 @@
-"""What identity testing cannot see: two terms that are equal as formulas, computed with floats that end somewhere.
+"""What identity testing cannot see: two terms that are equal as formulas, computed with floats of a finite range.
 
     softmax(s) = exp(s) / sum(exp(s))      is true, and overflows at scores of 89
     x * y / y = x                          is true, but for y = 0, where one is NaN
@@ -11,8 +11,9 @@ d the greatest error of the definition in float32.
     value    in float64 both are finite at the same places, and differ by no more than 2^-16 d + 2^-30 e
     range    if the definition keeps its digits in float32, d <= 2^-10 e, the rewritten term is wrong by 16 d + 2^-8 e at most
 
-A row in which float32 ends for the definition itself says nothing about range. What differs in value at MODERATE numbers is
-wrong; elsewhere something was lost, as in float32. Rounding to 16 bits is not looked into here."""
+A row in which the definition itself overflows or has no digits left in float32 says nothing about range. What differs in value
+at MODERATE numbers, or at those of the size of a constant, is wrong; elsewhere something was lost, as in float32. Rounding to
+16 bits is not looked into here."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def compare_in_floats(definition: Sequence[Term], rewritten: Sequence[Term], dec
     """Compare two lists of terms over the same inputs in float64 and float32; see the module. declared: what the rules that
     led from one to the other say that they lose."""
     every = list(walk(*definition, *rewritten))
-    kinds = {**KINDS, **_of_constants(every)}
+    of_constants = _of_constants(every)
+    kinds, moderate = KINDS | of_constants, {*MODERATE, *of_constants}
     rows = {x.names[-2].root for x in definition if x.ndim > 1 and x.names[-2] is not None}
     extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(elementary(name for x in every for name in x.names))}
     extents |= {axis: 2 for axis in extents if axis.cut is not None} | {axis: len(kinds) for axis in elementary(rows)}
@@ -119,9 +121,8 @@ def compare_in_floats(definition: Sequence[Term], rewritten: Sequence[Term], dec
             for moderate_alone, bad in zip((True, False), _verdicts(*values)):
                 for at in np.argwhere(bad):
                     kind = of_rows[at[-2] % len(of_rows)]
-                    moderate = kind in MODERATE and others in MODERATE
                     title = f"rows {kind}" + f" with other arrays {others}" * (others != "normal")
-                    found[moderate_alone and moderate][title] = None
+                    found[moderate_alone and {kind, others} <= moderate][title] = None
     wrong, lost = map(tuple, found.values())
     return FloatCheck(len(kinds), wrong, lost, tuple(declared) if lost else ())
 
@@ -149,11 +150,13 @@ def _difference(x: Any, ref: Any) -> Any:
     return np.where(np.isfinite(ref), np.where(np.isfinite(x), abs(x - ref), math.inf), 0)
 
 
-def _both(definition: Sequence[Term], rewritten: Sequence[Term], given: Mapping[str, Any], arithmetic: Sized) -> Iterator[Any]:
+def _both(
+    definition: Sequence[Term], rewritten: Sequence[Term], given: Mapping[str, Any], arithmetic: Sized
+) -> tuple[Any, Any]:
     """The values of both lists of terms. What they share is computed once."""
     with np.errstate(all="ignore"):
         values = evaluate([*definition, *rewritten], {key: _in(x, arithmetic.dtype) for key, x in given.items()}, arithmetic)
-    return iter((values[: len(definition)], values[len(definition) :]))
+    return values[: len(definition)], values[len(definition) :]
 
 
 def _in(x: Any, dtype: Any) -> Any:

@@ -25,7 +25,7 @@ import hashlib
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
@@ -242,7 +242,7 @@ def _field_for(constants: set[Fraction], random: Random) -> PrimeField:
 
 def _values_at(
     definition: Sequence[Term], rewritten: Sequence[Term], field: PrimeField, sizes: Mapping[Axis, int], random: Random
-) -> Iterator[list[Any]]:
+) -> list[list[Any]]:
     """The values of both lists of terms for random inputs, at the first point where everything can be divided."""
     every = list(walk(*definition, *rewritten))
     among, exponents = graph.indices(every), any(x.operation in ("exp", "sum_of_parts") for x in every)
@@ -256,7 +256,7 @@ def _values_at(
             given[x.what[0]] = values.reshape(shape)
         arithmetic = InField(field, sizes, random.randbytes(32))
         try:
-            return iter([evaluate(roots, given, arithmetic) for roots in (definition, rewritten)])
+            return [evaluate(roots, given, arithmetic) for roots in (definition, rewritten)]
         except NoInverse:
             continue
     raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
