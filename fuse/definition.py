@@ -138,10 +138,11 @@ class Definition:
         found, every = self._found(arrays)
         return chosen(self.name, found, every[0]).text
 
-    def proof(self, *arrays: Any) -> Proof:
-        """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked."""
+    def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
+        """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked. The
+        proof prints the seed that its random primes follow from; with `seed` it is repeated."""
         found, every = self._found(arrays)
-        return proven(self.name, found, every[0])
+        return proven(self.name, found, every[0], seed)
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
         """Measure the best candidates on the GPU that these arrays are on, and remember the fastest on disk; calls find it from
