@@ -4,6 +4,7 @@ Only the standard library is imported at the top (and what tiles/__init__.py beg
 else can be imported.
 """
 
+import argparse
 import contextlib
 import importlib
 import importlib.machinery
@@ -164,20 +165,27 @@ def _gpu(driver, check, ordinal):
 
 
 def cache():
-    """Where compiled kernels are kept."""
+    """Where compiled kernels are kept, and whether all that lies there is read."""
     try:
-        from .cache import entries, folder, limit
+        from .cache import limit
+        from .cache_files import CacheOff, entries, find_folder, refused, trusting
     except Exception:  # `imports` has told why
         return
-    path = folder()
-    if path is None:
-        yield Finding("cache", "off", "unset TILES_CACHE; let TILES_CACHE_DIR name a folder that this user alone may write to")
-        return
-    sizes = [file.stat().st_size for file in entries(path)]
     try:
-        yield Finding("cache", f"{path}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB")
+        folder = find_folder()
+    except CacheOff as off:
+        yield Finding("cache", f"off: {off}", off.remedy)
+        return
+    sizes = [file.lstat().st_size for file in entries(folder.path)]
+    try:
+        trusted = ", trusted whoever wrote it" * folder.trusted
+        text = f"{folder.path}{trusted}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB"
+        yield Finding("cache", text)
     except ValueError as error:
         yield Finding("cache", str(error), "set TILES_CACHE_BYTES to a number of bytes, or unset it")
+    if unread := refused(folder):
+        text = f"{len(unread)} of {len(sizes)} entries are not loaded: {unread[0]}"
+        yield Finding("cache", text, f"remove them; or, {trusting(folder.path)}")
 
 
 PROBES = (packages, numpy_fits, simulator, shadows, imports, gpus, cache)
@@ -194,9 +202,7 @@ def examine():
 
 def main(arguments=()) -> int:
     """Print the report; 1 if something is broken."""
-    if arguments:
-        print(f"doctor takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
-        return 2
+    argparse.ArgumentParser(prog="python -m tiles doctor", description=__doc__.partition(": ")[2]).parse_args(arguments)
     broken = 0
     for finding in examine():
         print(f"{'!' if finding.broken else ' '} {finding.subject:<18} {finding.text}")

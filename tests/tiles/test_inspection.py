@@ -236,7 +236,7 @@ def test_warnings_come_once_and_speak_of_the_kernel():
 
 
 # ---- what is remembered --------------------------------------------------------------------------------------------
-def test_figures_are_remembered(monkeypatch, tmp_path, settled, request):
+def test_figures_are_remembered(monkeypatch, tmp_path, request):
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
     compiled = []
 
