@@ -8,8 +8,9 @@ import time
 import ml_dtypes
 import numpy as np
 
-from tiles.device import device, supported
+from tiles.device import device
 from tiles.piped import leave
+from tiles.targets import supported
 
 from . import forward, reference
 from . import show as drawing

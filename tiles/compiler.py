@@ -27,6 +27,7 @@ from .line_table import Place, of_ptx
 from .numba_helpers import forget, helpers_as
 from .numba_types import TENSOR_MAP
 from .plain_errors import plainly
+from .targets import capability, is_hopper
 from .type_inference import typed
 from .wgmma_overwrites import complaints, overwritten
 
@@ -118,15 +119,6 @@ def _compiling_for(cc, form="code"):
             for (owner, name, _), theirs in zip(instead, before):
                 setattr(owner, name, theirs)
             forget()
-
-
-def capability(arch):
-    """The compute capability of an architecture: "sm_90a" -> (9, 0, "a")."""
-    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
-    if not match:
-        raise ValueError(f"arch must look like sm_80 or sm_90a, got {arch!r}")
-    major, minor, suffix = match.groups()
-    return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
 
 
 class _Untyped(ArgumentAttributes):
@@ -261,7 +253,7 @@ class Lowered:
         """The warnings about wgmma that ptxas should have given; none if there is no disassembler. To name the line of Python,
         the kernel is compiled once more, with a table of lines."""
         with contextlib.suppress(FileNotFoundError, RuntimeError):
-            if self.arch.startswith("sm_90") and overwritten(cubin):
+            if is_hopper(capability(self.arch)) and overwritten(cubin):
                 if not self.lines and (told := complaints(self._with_lines()._linked()[0])):
                     return told
                 return complaints(cubin)

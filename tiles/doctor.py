@@ -138,19 +138,19 @@ def gpus():
 
 def runs_on(capability) -> str:
     """What runs on a GPU of this compute capability."""
-    from .device import hopper, supported
+    from .targets import has_tma, is_hopper, supported
 
     if not supported(capability):
         return "too old: kernels run in the interpreter"
-    if hopper(capability):
+    if is_hopper(capability):
         return "wgmma and TMA: every kernel"
-    if capability >= (10, 0):
+    if has_tma(capability):
         return "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"
     return "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"
 
 
 def _gpu(driver, check, ordinal):
-    from .device import hopper
+    from .targets import is_hopper
 
     handle, which = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
     name = check(driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
@@ -160,7 +160,7 @@ def _gpu(driver, check, ordinal):
     )
     memory = check(driver.cuDeviceTotalMem(handle)) / 2**30
     text = f"{name}, compute capability {capability[0]}.{capability[1]}, {memory:.0f} GiB"
-    advice = "" if hopper(capability) else "TILES_INTERPRET=1 runs any kernel"
+    advice = "" if is_hopper(capability) else "TILES_INTERPRET=1 runs any kernel"
     yield Finding(f"GPU {ordinal}", f"{text}; {runs_on(capability)}", advice)
 
 

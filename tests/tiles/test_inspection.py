@@ -16,7 +16,7 @@ from tiles.compiler import Compiled, CompileError, Lowered, compile_kernel
 from tiles.inspect import figures as look
 from tiles.inspect.code import function_at
 from tiles.inspect.compare import Row, aligned
-from tiles.inspect.occupancy import LIMITS, Occupancy, occupancy
+from tiles.inspect.occupancy import Occupancy, occupancy
 from tiles.line_table import Place
 
 MATRIX = np.zeros((16, 16), np.float32)
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_said():
 
 
 def test_occupancy_of_an_unknown_gpu():
-    assert occupancy("sm_130", 128, 32, 0) is None and (9, 0) in LIMITS
+    assert occupancy("sm_130", 128, 32, 0) is None
 
 
 # ---- what ptxas refuses --------------------------------------------------------------------------------------------
