@@ -1,7 +1,10 @@
 """attention/inspect.py: what is shipped compiles for every GPU, with no spill, no local memory and no complaint of ptxas."""
 
+import re
+
 import pytest
 
+from attention import __main__ as main
 from attention import inspect
 from attention.cache import write_kernel
 from attention.mla import ampere as mla_ampere
@@ -122,6 +125,34 @@ def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
     monkeypatch.setattr(inspect, "configurations", lambda *_: iter(twice))
     assert inspect.main("sm_80", check=True, jobs=1) == 1
     assert "the same code as one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--only nothing",
+            "--only: no row for sm_90a has 'nothing' in its .* name; kernels are forward, backward, decode, .*tokens",
+        ),
+        (
+            "--only forward --only nothing --json --arch sm_80",
+            "no row for sm_80 has 'forward' and 'nothing' in its .*; kernels are",
+        ),
+        ("--only fp16 --only forward", "'fp16' and 'forward' in its .* name; with --all there are [0-9]+$"),
+        ("--arch hopper", "--arch: arch must be one of|arch must look like sm_80 or sm_90a, got 'hopper'"),
+        ("--arch sm_75", "--arch: arch must be one of sm_80, sm_86, .*sm_90.*, got 'sm_75'"),
+        ("--arch sm_999a", "--arch: arch must be one of .*, got 'sm_999a'"),
+    ],
+)
+def test_what_there_is_nothing_of(words, message, capsys):
+    """Neither silence nor a traceback, and no process is started."""
+    try:
+        code = main.main(["inspect", *words.split()])
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    assert code == 2 and not said.out and re.search(message, said.err.splitlines()[-1]), said.err
+    assert said.err.splitlines()[-1].startswith("python -m attention inspect: error: ")
 
 
 def test_only_what_is_asked_for():

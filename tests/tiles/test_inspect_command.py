@@ -106,6 +106,17 @@ def test_what_is_wrong_is_said(kernel, words, file, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, message", [
+    ("--arch hopper", "--arch: arch must look like sm_80 or sm_90a, got 'hopper'"),
+    ("--arch sm_75", "--arch: arch must be one of sm_80, sm_86,"), ("--arch sm_999", "got 'sm_999'"),
+    ("--diff sm_999", "--diff: arch must be one of sm_80,"), ("--html {file}/page.html", "--html: [Errno 20] Not a directory"),
+])  # fmt: skip
+def test_a_wrong_option_is_no_traceback(words, message, file, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([f"{file}:declared", *words.format(file=file).split()])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_neither_file_nor_kernel(capsys):
     assert main(["nothing"]) == main(["no.such.module:kernel"]) == 1
     said = capsys.readouterr().err
