@@ -45,11 +45,18 @@ def test_axes_of_a_tiled_array(tile, given, axes):
 
 @pytest.mark.parametrize(
     ("tile", "given", "message"),
-    [(BOX, (1,), "TMA takes arrays of 2 to 5 axes for st(64, 64, bf16), got rank=1"), (LINE, (0,), "TMA takes arrays of 1 to 5 axes"),
-     (BOX, (6,), "got rank=6"), (BOX, (3, 1, 3), "different axes of an array of 3, got rows=1, cols=3"),
-     (BOX, (3, 1, 1), "got rows=1, cols=1"), (BOX, (3, -1, 2), "got rows=-1, cols=2"), (BOX, (3, None, 2), "got rows=None, cols=2"),
-     (LINE, (3, 1, 2), "runs along cols: rows must be None, got rows=1"), (LINE, (2, None, 2), "got rows=None, cols=2")],
-)  # fmt: skip
+    [
+        (BOX, (1,), "TMA takes arrays of 2 to 5 axes for st(64, 64, bf16), got rank=1"),
+        (LINE, (0,), "TMA takes arrays of 1 to 5 axes"),
+        (BOX, (6,), "got rank=6"),
+        (BOX, (3, 1, 3), "different axes of an array of 3, got rows=1, cols=3"),
+        (BOX, (3, 1, 1), "got rows=1, cols=1"),
+        (BOX, (3, -1, 2), "got rows=-1, cols=2"),
+        (BOX, (3, None, 2), "got rows=None, cols=2"),
+        (LINE, (3, 1, 2), "runs along cols: rows must be None, got rows=1"),
+        (LINE, (2, None, 2), "got rows=None, cols=2"),
+    ],
+)
 def test_axes_that_a_tiled_array_does_not_have(tile, given, message):
     with pytest.raises(ValueError, match="^tiled: ") as refused:
         tiled(tile, *given)
