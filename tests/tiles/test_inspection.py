@@ -1,6 +1,7 @@
 """tiles/inspect: figures, instructions beside their lines, two versions compared, and what is remembered."""
 
 import inspect as python
+import linecache
 from html.parser import HTMLParser
 
 import numpy as np
@@ -10,7 +11,8 @@ from kernels import copies
 from numba import cuda
 
 import tiles
-from tiles import bf16, st
+from ops import load, store
+from tiles import bf16, fp32, rt, st
 from tiles.arguments import INT, array, tiled
 from tiles.compiler import Compiled, CompileError, Lowered, compile_kernel
 from tiles.inspect import figures as look
@@ -168,6 +170,19 @@ def test_wrong_arguments():
         tiles.inspect(len)
     with pytest.raises(ValueError, match="arch must look like"):
         tiles.inspect(plain, MATRIX, MATRIX, arch="hopper")
+
+
+@pytest.mark.parametrize("name", ["<ipython-input-3-abc>", "/tmp/ipykernel_12/345.py"])
+def test_a_notebook_s_cell(name, monkeypatch):
+    """Its lines are Python's to know, under a name that is no file; a notebook shows what print does."""
+    source = "@cuda.jit\ndef scaled(x: array(2)):\n    store(x, load(x, T, (0, 0)) * 2.0, (0, 0))\n"
+    monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(True), name))
+    names = {"cuda": cuda, "array": array, "store": store, "load": load, "T": rt(16, 16, fp32)}
+    exec(compile(source, name, "exec"), names)
+    found = tiles.inspect(names["scaled"])
+    assert (name, 3) in found.counts and [one.first for one in found.sources] == [1]
+    assert "store(x, load(x, T, (0, 0)) * 2.0, (0, 0))" in str(found) == repr(found)
+    assert f"load in {name.rpartition('/')[2]}:3 `store(x" in found.listing("sass")
 
 
 # ---- occupancy -----------------------------------------------------------------------------------------------------

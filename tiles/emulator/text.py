@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..line_table import is_op
+from ..line_table import is_op, python_file
 
 _TOKEN = re.compile(
     r"\s+|//[^\n]*"
@@ -164,7 +164,8 @@ def read(text: str) -> Program:
             raise ValueError(f"PTX line {number}: {text[position : position + 60]!r}")
         if token["loc"]:
             file = files.get(token["file"], "?")
-            place = (file, int(token["line"])) if token["line"] != "0" and not is_op(file) else place
+            line = int(token["line"])
+            place = (python_file(file), line) if line and not is_op(file, line) else place
         elif token["open"]:
             scope = _Scope(scope)
         elif token["close"]:

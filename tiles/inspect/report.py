@@ -40,7 +40,7 @@ STANDS = types.Type, gl  # what stands for an argument
 TOP = 4  # mnemonics shown of a line
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection(Figures):
     """What `tiles.inspect` finds: the figures, and every instruction of the machine code (sass) and of the PTX that it is
     assembled from (ptx), with its place."""
@@ -77,6 +77,8 @@ class Inspection(Figures):
                 top = "  ".join(f"{name} {count}" for name, count in kinds.most_common(TOP))
                 parts.append(f"{number:5} {sum(kinds.values()) or '':5}  {f'{line:{width}}  {top}' if top else line}".rstrip())
         return "\n".join(parts)
+
+    __repr__ = __str__  # what a notebook shows
 
     def listing(self, kind: str = "sass") -> str:
         """All instructions, "sass" or "ptx", under their lines of Python."""
