@@ -58,7 +58,8 @@ def find_folder() -> Folder:
     elsewhere = "let TILES_CACHE_DIR name a folder that you may write to"
     try:
         path = Path(os.environ.get("TILES_CACHE_DIR") or platform_folder())
-        trusted = bool(named := os.environ.get("TILES_CACHE_TRUSTED")) and os.path.realpath(named) == os.path.realpath(path)
+        named = os.environ.get("TILES_CACHE_TRUSTED")
+        trusted = named is not None and os.path.realpath(named) == os.path.realpath(path)
         make_folder(path, trusted)
         if not stat.S_ISDIR((found := os.stat(path)).st_mode):
             raise NotADirectoryError(f"{path} is no folder")
@@ -129,9 +130,20 @@ def entry_path(folder: Path, name: str) -> Path:
     return folder / "entries" / digest[:2] / digest[2:]
 
 
-def entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[os.DirEntry]:
     """The files that are kept in this folder."""
-    return [file for file in folder.glob("entries/*/*") if not file.is_dir()]
+    return [
+        file for part in _listed(folder / "entries") for file in _listed(part.path) if not file.is_dir(follow_symlinks=False)
+    ]
+
+
+def _listed(folder) -> list[os.DirEntry]:
+    """What lies in a folder; nothing, if it is none."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return []
 
 
 def refused(folder: Folder) -> list[str]:
@@ -147,15 +159,15 @@ def refused(folder: Folder) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(file: Path, trusted: bool):
+def opened(file: "Path | os.DirEntry", trusted: bool):
     """(descriptor, status) of a file that is safe to read. OSError: it is not there, or is none; Refused: it is not safe."""
     descriptor = os.open(file, READ)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{file} is no file")
+            raise OSError(f"{os.fspath(file)} is no file")
         if not trusted and (why := distrust(found)):
-            raise Refused(f"{file} {why}")
+            raise Refused(f"{os.fspath(file)} {why}")
         yield descriptor, found
     finally:
         os.close(descriptor)
@@ -192,25 +204,32 @@ def write(folder: Folder, name: str, content: bytes, most: int) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    shrink(folder.path, most)
+    held = _held.get(folder.path, most) + len(content)  # where nobody has looked yet, as if it were full
+    _held[folder.path] = held if held <= most else shrink(folder.path, most)
 
 
-def shrink(folder: Path, most: int) -> None:
+_held: dict[Path, int] = {}  # bytes that this process found in a folder when it last looked, and has written there since
+
+
+def shrink(folder: Path, most: int) -> int:
     """Remove what was read or written longest ago, until what is left has no more than so many bytes; and unfinished files that
-    nobody will finish."""
-    kept, total, limit = [], 0, time.time() - ABANDONED
-    for file in [*entries(folder), *folder.glob("tmp/*")]:
+    nobody will finish. Gives what is left."""
+    found, total = [], 0
+    for file in _listed(folder / "tmp"):
         with contextlib.suppress(OSError):  # another process removed it
-            found = file.stat(follow_symlinks=False)
-            unfinished = file.parent.name == "tmp"
-            if unfinished and found.st_mtime < limit:
-                file.unlink()
+            if file.stat().st_mtime < time.time() - ABANDONED:
+                os.unlink(file)
             else:
-                total += found.st_size
-                kept += [] if unfinished else [(found.st_mtime_ns, found.st_size, file)]
-    for _, size, file in sorted(kept, key=lambda one: one[:2]):
-        if total <= most:
-            return
+                total += file.stat().st_size
+    for file in entries(folder):
         with contextlib.suppress(OSError):
-            file.unlink()
+            status = file.stat(follow_symlinks=False)
+            found.append((status.st_mtime_ns, status.st_size, file.path))
+    total += sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= most:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(path)
             total -= size
+    return total

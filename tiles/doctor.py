@@ -176,7 +176,7 @@ def cache():
     except CacheOff as off:
         yield Finding("cache", f"off: {off}", off.remedy)
         return
-    sizes = [file.lstat().st_size for file in entries(folder.path)]
+    sizes = [file.stat(follow_symlinks=False).st_size for file in entries(folder.path)]
     try:
         trusted = ", trusted whoever wrote it" * folder.trusted
         text = f"{folder.path}{trusted}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB"

@@ -77,7 +77,8 @@ def sealed(name, rest):
 
 def test_a_damaged_file_is_made_anew(place):
     cache.store("a", CODE)
-    [file] = cache_files.entries(place)
+    file = cache_files.entry_path(place, "a")
+    assert [entry.path for entry in cache_files.entries(place)] == [str(file)]
     text = file.read_bytes()
     assert text == sealed("a", text[text.index(b"{") :])
     for damage, content in damaged_files(text):
@@ -92,7 +93,8 @@ def test_a_damaged_file_is_made_anew(place):
 def test_what_is_remembered_is_a_dictionary(what, place):
     cache.remember("a", {"seconds": [1.0, float("inf")]})
     assert cache.recall("a") == {"seconds": [1.0, float("inf")]} and cache.load("a") is None
-    [file] = cache_files.entries(place)
+    file = cache_files.entry_path(place, "a")
+    assert [entry.path for entry in cache_files.entries(place)] == [str(file)]
     file.write_bytes(sealed("a", b'{"figures": ' + what.encode() + b"}\n"))
     assert cache.recall("a") in (None, {"seconds": int("9" * 1000)})
 
@@ -211,6 +213,7 @@ def test_what_a_killed_process_left_is_removed(place):
         file.write_bytes(b"half")
     os.utime(old, (0, 0))
     cache.store("b", CODE)
+    assert cache_files.shrink(place, 10**6) == sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
     assert not old.exists() and young.exists() and cache.load("a") == cache.load("b") == CODE
 
 

@@ -152,7 +152,7 @@ def read(text: str) -> Program:
         at += size
     for found in _BEFORE.finditer(text, 0, entry.start()):
         if found["extern"]:
-            program.dynamic.add(re.search(r"([\w$]+)\s*\[\s*\]", found["variable"])[1])
+            program.dynamic.update(re.findall(r"([\w$]+)\s*\[\s*\]", found["variable"]))
         else:
             _variable(program, found["variable"])
     scope, place = _Scope(), ("?", 0)
