@@ -8,8 +8,10 @@ import time
 import ml_dtypes
 import numpy as np
 
-from tiles.device import device, supported
+from tiles.compiler import check_arch
+from tiles.device import device
 from tiles.piped import leave
+from tiles.targets import supported
 
 from . import forward, reference
 from . import show as drawing
@@ -120,12 +122,16 @@ def main(arguments=None) -> int:
     if options.command == "inspect":
         from . import inspect
 
+        try:
+            check_arch(options.arch)
+        except ValueError as error:
+            look.error(f"--arch: {error}")
         return inspect.main(options.arch, options.all, options.check, options.json, options.jobs, options.only)
     if options.command == "show":
         try:
             return drawing.main(options)
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            picture.error(str(error))
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            picture.exit(2, f"{picture.prog}: error: {error}\n")
     show()
     return 0
 

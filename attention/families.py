@@ -1,8 +1,9 @@
 """Which instructions serve a call: Hopper's (wgmma and TMA), or those of every GPU since Ampere (mma.sync and cp.async)."""
 
 from tiles.arrays import ALIGNMENT
-from tiles.device import hopper, machine, supported
+from tiles.device import machine
 from tiles.schema import Problem
+from tiles.targets import is_hopper, supported
 
 FAMILIES = "sm_80", "sm_90"
 
@@ -18,7 +19,7 @@ def choose(problem: Problem, family: str | None, addressable: bool | None = None
         raise ValueError(f"attention.{problem.member}: runs on GPUs since Ampere (sm_80); the arrays lie on {gpu}")
     if family == "sm_80":
         return family
-    on_hopper = hopper(gpu.capability)
+    on_hopper = is_hopper(gpu.capability)
     if family == "sm_90" and not on_hopper:
         raise ValueError(f"family: sm_90 runs on Hopper; the arrays lie on {gpu}: {family=} (the default, None, runs there)")
     by_tma = problem.by_tma if addressable is None else addressable
@@ -33,7 +34,7 @@ def choose(problem: Problem, family: str | None, addressable: bool | None = None
 def needs_hopper(problem: Problem) -> None:
     """ValueError if wgmma and TMA cannot solve the problem. In the interpreter they can."""
     gpu = machine(problem.device)
-    if not hopper(gpu.capability):
+    if not is_hopper(gpu.capability):
         raise ValueError(f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}")
     if not problem.by_tma:
         raise ValueError(

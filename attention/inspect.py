@@ -13,8 +13,9 @@ import inspect
 import itertools
 import json
 import multiprocessing
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import CodeType
 
@@ -160,8 +161,23 @@ def rows(everything=False, arch="sm_90a", jobs: int | None = 1, only: tuple[str,
             yield from pool.imap(partial(_nth, given), range(count))
 
 
+def nothing_of(everything: bool, arch: str, only: Sequence[str]) -> str:
+    """What to say if no configuration of an architecture has all of these texts in its name; empty if one has."""
+    if next(configurations(everything, arch, only), None):
+        return ""
+    asked = " and ".join(map(repr, only))
+    more = sum(1 for _ in configurations(True, arch, only))
+    names = dict.fromkeys(name for name, *_ in configurations(True, arch))
+    here = f"with --all there are {more}" if more else f"kernels are {', '.join(names)}; without --only all rows are listed"
+    return f"--only: no row for {arch} has {asked} in its kernel's, its module's or its configuration's name; {here}"
+
+
 def main(arch="sm_90a", everything=False, check=False, as_json=False, jobs: int | None = None, only=()) -> int:
-    """Print the rows; the exit code is 1 if `check` finds a spill, local memory, a warning, or two rows of the same code."""
+    """Print the rows; the exit code is 1 if `check` finds a spill, local memory, a warning, or two rows of the same code, and 2
+    if there are no such rows."""
+    if none := nothing_of(everything, arch, only):
+        print(f"python -m attention inspect: error: {none}", file=sys.stderr)
+        return 2
     found: list[dict] = []
     first: dict[str, str] = {}  # digest: the first row that has it
     for one in rows(everything, arch, jobs, tuple(only)):

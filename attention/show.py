@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiles import draw, inlined
+from tiles import Hazard, draw, inlined
 from tiles.arrays import Operand
 from tiles.frameworks import describe
 from tiles.inspect.command import module_at
@@ -75,9 +75,12 @@ def drawn(
     batch: int = 0,
     head: int = 0,
 ) -> Drawn:
-    """What forward makes of a mask and these options for one sequence and head. ValueError, TypeError: it refuses them."""
+    """What forward makes of a mask and these options for one sequence and head. ValueError, TypeError: it refuses them, or the
+    mask reads what its arrays do not have."""
     if q < 1 or k < 1 or rows % lists.ROWS or cols % lists.ROWS or min(rows, cols) < lists.ROWS:
         raise ValueError(f"blocks must be multiples of {lists.ROWS}, and lengths positive: {q=}, {k=}, {rows=}, {cols=}")
+    if batch < 0 or head < 0:
+        raise ValueError(f"batch and head must not be negative: {batch=}, {head=}")
     arrays, one = [describe(x, "aux") for x in aux], None
     if mask is not None:
         evaluated("mask", mask, [x.form for x in arrays])
@@ -98,9 +101,14 @@ def drawn(
     launch = kernel_for(survey, survey, None).bind(
         tiles * groups, q_len=q, kv_len=k, blocks=tiles, heads=1, groups=groups, **said
     )
-    launch.run(0, [x.pointer for x in arrays])
     i, j = np.arange(q)[:, None], np.arange(k)[None]
-    seen = Variant(causal, window, mask=mask, aux=tuple(aux)).seen(batch, head, i, j, k - q)
+    try:
+        launch.run(0, [x.pointer for x in arrays])
+        seen = Variant(causal, window, mask=mask, aux=tuple(aux)).seen(batch, head, i, j, k - q)
+    except (Hazard, IndexError) as error:
+        sizes = ", ".join(f"{x.shape}" for x in aux) or "none"
+        told = getattr(error, "cause", error)
+        raise ValueError(f"{name}: {told}, for {batch=}, {head=}, {q=}, {k=} and arrays of shapes {sizes}") from None
     return Drawn(name, rows, cols, classes[0, 0], seen)
 
 

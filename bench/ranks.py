@@ -308,6 +308,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
     names = parser.parse_args().parts or list(PARTS)
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"there are the parts {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     world = torch.cuda.device_count()
     if world < 2:
         sys.exit("there are fewer than two GPUs")

@@ -17,12 +17,12 @@ from dataclasses import replace
 
 import attention
 from attention.softmax.backward import hopper, hopper_folded, hopper_narrow, hopper_wide, hopper_wide_queries
-from attention.softmax.hopper import SHARED_BYTES
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16
 from tiles.arguments import signature
 from tiles.inspect.figures import figures
+from tiles.targets import LARGE
 
 LOOP = 16  # registers that addresses, counters and numbers of rows take at least
 QUERIES, STAGES = range(48, 129, 16), (1, 2, 3)
@@ -78,7 +78,7 @@ def candidates(head_dim: int, variant: Variant = FULL):
         (module, config)
         for module, config in every(head_dim, variant)
         if registers(module, config) + LOOP <= (hopper_narrow if module is hopper_narrow else hopper).REGISTERS[-1]
-        and shared_bytes(module, config) <= SHARED_BYTES
+        and shared_bytes(module, config) <= LARGE
     ]
 
     def deeper(one, other):

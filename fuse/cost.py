@@ -6,8 +6,9 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiles.device import device, hopper
+from tiles.device import device
 from tiles.profile.card import peaks
+from tiles.targets import capability, has_fp8, is_hopper
 
 REACHED = 0.87, 0.7  # of the peaks of memory and of the tensor cores, by the best kernels there are
 LAUNCH = 1.5e-6  # seconds that one kernel more adds to a graph of several
@@ -41,7 +42,7 @@ H200 = Card("NVIDIA H200", 132, 4.2e12, 6.9e14, 1.6e13)
 def card_of(arch: str) -> Card:
     """The Card that stands for an architecture: an H200 for sm_90a, and for others an H200 without wgmma, and without fp8
     where they lack it."""
-    return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False, fp8=arch not in ("sm_80", "sm_86"))
+    return H200 if arch == "sm_90a" else replace(H200, name=arch, wgmma=False, fp8=has_fp8(capability(arch)))
 
 
 @functools.cache
@@ -60,6 +61,6 @@ def card(ordinal: int | None) -> Card:
         memory * most.bandwidth,
         tensor * products,
         maps,
-        hopper(gpu.capability),
-        gpu.capability >= (8, 9),
+        is_hopper(gpu.capability),
+        has_fp8(gpu.capability),
     )

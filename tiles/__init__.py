@@ -3,6 +3,7 @@
 from .importable import importing
 
 with importing():
+    from . import sources  # before the others: it digests what they are read from  # noqa: F401
     from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
     from .frameworks import processors
     from .inspect import inspect

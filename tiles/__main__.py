@@ -17,12 +17,14 @@ def main(arguments) -> int:
     """Run a command's module, whose `main` takes the remaining arguments and returns the exit code."""
     if arguments[:1] and arguments[0] in COMMANDS:
         return importlib.import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:])
-    if arguments and not arguments[0].startswith("-"):
-        print(f"python -m tiles: there is no command {arguments[0]!r}", file=sys.stderr)
-    print("usage: python -m tiles COMMAND", file=sys.stderr)
+    asked = arguments[:1] in (["-h"], ["--help"])
+    place = sys.stdout if asked else sys.stderr
+    if arguments and not asked:
+        print(f"python -m tiles: there is no command {arguments[0]!r}", file=place)
+    print("usage: python -m tiles COMMAND", file=place)
     for name, (_, text) in COMMANDS.items():
-        print(f"  {name:<10} {text}", file=sys.stderr)
-    return 2
+        print(f"  {name:<10} {text}", file=place)
+    return 0 if asked else 2
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +53,23 @@ def array(rank: int, of: dtype = fp32) -> types.Array:
     return types.Array(NUMBA_SCALARS[of.np], rank, "A")
 
 
-def tiled(tile: st | sv, rank: int = 4, rows: int | None = 1, cols: int = 3, unit: int = 0) -> gl:
-    """A parameter that is a global array which TMA reads or writes, (B, S, H, D) by default: see tiles.tensor."""
-    return gl(tile, rank, rows, cols, unit=unit)
+def tiled(
+    tile: st | sv, rank: int = 4, rows: int | EllipsisType | None = ..., cols: int | EllipsisType = ..., unit: int = 0
+) -> gl:
+    """A parameter that is a global array which TMA reads or writes: see tiles.tensor. rows, cols: the axes that a tile's rows
+    and columns run along; by default those of (B, S, H, D), 1 and 3, and of other ranks the last two. A vector has no rows.
+    ValueError: the array has no such axes, or TMA takes no such arrays."""
+    is_tile = isinstance(tile, st)
+    if not 1 + is_tile <= rank <= 5:
+        raise ValueError(f"tiled: TMA takes arrays of {1 + is_tile} to 5 axes for {tile}, got {rank=}")
+    usual = (1, 3) if rank == 4 else (rank - 2, rank - 1)
+    rows, cols = (usual[0] if is_tile else None) if rows is ... else rows, usual[1] if cols is ... else cols
+    if not is_tile and rows is not None:
+        raise ValueError(f"tiled: {tile} is a vector, which runs along cols: rows must be None, got {rows=}")
+    axes = [axis for axis in (rows, cols) if isinstance(axis, int) and -rank <= axis < rank]
+    if len({axis % rank for axis in axes}) != 1 + is_tile:
+        raise ValueError(f"tiled: rows and cols must be different axes of an array of {rank}, got {rows=}, {cols=}")
+    return gl(tile, rank, None if rows is None else rows % rank, cols % rank, unit=unit)
 
 
 @functools.cache

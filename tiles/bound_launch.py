@@ -9,6 +9,7 @@ from cuda.bindings import driver
 from . import tma
 from .device import check
 from .loaded_code import Loaded
+from .targets import has_early_launch
 
 if TYPE_CHECKING:
     from .launch import Kernel
@@ -180,7 +181,7 @@ class Bound:
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = attributes[-1].value.clusterDim
             dimension.x, dimension.y, dimension.z = self.cluster
-        if self.early and self.code.target.capability >= (9, 0):
+        if self.early and has_early_launch(self.code.target.capability):
             attributes.append(driver.CUlaunchAttribute())
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attributes[-1].value.programmaticStreamSerializationAllowed = 1

@@ -18,6 +18,7 @@ from llvmlite.ir.instructions import PhiInstr
 from llvmlite.ir.values import ArgumentAttributes
 from numba.core import types
 from numba.cuda import cgutils, compiler, dispatcher
+from numba.cuda.cudadrv import nvrtc
 
 from . import constants, named_tuples  # noqa: F401  # they teach Numba
 from .builder import i32
@@ -27,6 +28,7 @@ from .line_table import Place, of_ptx
 from .numba_helpers import forget, helpers_as
 from .numba_types import TENSOR_MAP
 from .plain_errors import plainly
+from .targets import capability, is_hopper, supported
 from .type_inference import typed
 from .wgmma_overwrites import complaints, overwritten
 
@@ -120,15 +122,6 @@ def _compiling_for(cc, form="code"):
             forget()
 
 
-def capability(arch):
-    """The compute capability of an architecture: "sm_90a" -> (9, 0, "a")."""
-    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
-    if not match:
-        raise ValueError(f"arch must look like sm_80 or sm_90a, got {arch!r}")
-    major, minor, suffix = match.groups()
-    return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
-
-
 class _Untyped(ArgumentAttributes):
     """`byval` and not `byval(type)`: before sm_100 NVVM reads the language of LLVM 7."""
 
@@ -190,6 +183,19 @@ def _text(module):
     return _texts[module]
 
 
+def check_arch(arch: str) -> None:
+    """ValueError: kernels are not compiled for this architecture."""
+    known = _known_capabilities()
+    if not supported(cc := capability(arch)) or cc[:2] not in known:
+        names = ", ".join(f"sm_{major}{minor}" for major, minor in known if supported((major, minor)))
+        raise ValueError(f"arch must be one of {names}, from sm_90 on also with an a behind it (sm_90a), got {arch!r}")
+
+
+@functools.cache
+def _known_capabilities():
+    return nvrtc.get_supported_ccs()
+
+
 def check_types(kernel, signature, arch):
     """Raises what Numba would say of this kernel for these types of arguments, if it refuses them: a TypeError or NameError in
     plain words (plain_errors.py), or else Numba's own error."""
@@ -203,6 +209,7 @@ class Lowered:
     lines: with a table of the lines of Python it comes from."""
 
     def __init__(self, kernel, signature, arch, lines=False):
+        check_arch(arch)
         cc, options, refused = capability(arch), kernel.targetoptions, None
         with _compiling_for(cc[:2], "lines" if lines else "code"):
             try:
@@ -261,7 +268,7 @@ class Lowered:
         """The warnings about wgmma that ptxas should have given; none if there is no disassembler. To name the line of Python,
         the kernel is compiled once more, with a table of lines."""
         with contextlib.suppress(FileNotFoundError, RuntimeError):
-            if self.arch.startswith("sm_90") and overwritten(cubin):
+            if is_hopper(capability(self.arch)) and overwritten(cubin):
                 if not self.lines and (told := complaints(self._with_lines()._linked()[0])):
                     return told
                 return complaints(cubin)

@@ -25,6 +25,11 @@ def rows_of(tile):
     return tile.length if isinstance(tile, sv) else tile.rows
 
 
+def pieces_of(itemsize: int) -> tuple[int, ...]:
+    """The bytes that elements of this size can be copied by at once."""
+    return PIECES if itemsize == ELEMENT else PIECES[:-1]
+
+
 def check_copy(name, tile, source, at, rows, cols, piece):
     """TypeError if cp.async cannot fill a shared tile with this part of a global array."""
     if isinstance(source, types.Array) and not source.mutable:
@@ -38,8 +43,7 @@ def check_copy(name, tile, source, at, rows, cols, piece):
         return
     if not all(-source.ndim <= axis < source.ndim for axis in (rows, cols)) or (rows - cols) % source.ndim == 0:
         raise TypeError(f"{name}: {tile} lies along 2 axes of the array, got {rows} and {cols} of {source.ndim}")
-    pieces = PIECES if tile.dtype.itemsize == ELEMENT else PIECES[:-1]
-    if piece not in pieces:
+    if piece not in (pieces := pieces_of(tile.dtype.itemsize)):
         raise TypeError(f"{name}: piece must be one of {pieces} bytes for {tile.dtype}, got {piece}")
 
 

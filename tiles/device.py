@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cuda.bindings import driver
 
+from . import targets
+
 _ATTRIBUTE = driver.CUdevice_attribute
 
 
@@ -22,16 +24,6 @@ def check(result):
 
 def _text(answer):
     return answer.decode() if isinstance(answer, bytes) else "an unknown CUDA error"
-
-
-def supported(capability) -> bool:
-    """Do kernels run on GPUs of this compute capability? Since Ampere: mma.sync of bf16, and cp.async."""
-    return capability >= (8, 0)
-
-
-def hopper(capability) -> bool:
-    """Is this the compute capability of Hopper, the only one with wgmma, on which every kernel runs?"""
-    return capability[0] == 9
 
 
 class Device:
@@ -85,7 +77,7 @@ class Interpreter:
     capability: tuple[int, int] = (9, 0)
     processors: int = 3
     cache_bytes: int = 64 * 2**20
-    shared_bytes: int = 227 * 1024
+    shared_bytes: int = targets.LARGE
 
     def __str__(self):
         return "the interpreter"

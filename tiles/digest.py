@@ -21,7 +21,6 @@ import os
 import struct
 import sys
 import sysconfig
-import time
 import types as python
 from pathlib import Path
 
@@ -37,20 +36,14 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 from numba.cuda import types
 from numba.cuda.cudadrv.libs import get_libdevice
 
+from . import sources
 from .op import OPS, Op
 from .types import is_static
 
 log = logging.getLogger(__name__)
-HOUSE = [Path(__file__).parent, Path(__file__).parent.parent / "ops"]  # digested file by file, except for the files of APART,
-# which say how kernels are launched, interpreted, kept and looked at, and not what they compile to
-_HOST = "__main__ arguments arrays bound_launch cache checks device doctor draw fallback frameworks jax_call launch lengths"
-APART = {f"tiles/{name}.py" for name in f"{_HOST} loaded_code nvtx program recording sass schema tma torch_op values".split()}
-APART |= {"tiles/emulator", "tiles/inspect", "tiles/interpreter", "tiles/profile", "tiles/testing"}
 VERSIONED = {m.__name__: m.__version__ for m in (numba, numba_cuda, llvmlite, np, ml_dtypes)}
 VERSIONED |= {"cuda.core": cuda.core.__version__, "cuda.bindings": cuda.bindings.__version__}
 STDLIB = Path(sysconfig.get_path("stdlib"))
-# a source younger than this may differ from what was imported; two seconds for clocks and for the imports before this one
-IMPORTED = time.time() - 2
 
 
 class Undigestible(Exception):
@@ -80,36 +73,18 @@ def _toolchain():
     return sys.version, sys.implementation.cache_tag, VERSIONED, tuple(nvvm.version()), tuple(nvjitlink.version()), marks
 
 
-def _takes_part(file):
-    """Is this a file of tiles/ or ops/ whose code decides what kernels compile to?"""
-    return _part_of(tuple(HOUSE), os.fspath(file))
-
-
-@functools.cache  # asked a thousand times for each key
-def _part_of(house, name):
-    file = Path(name)
-    for folder in house:
-        if folder in file.parents:
-            name = Path(folder.name, file.relative_to(folder))
-            return not {name.as_posix(), *(parent.as_posix() for parent in name.parents)} & APART
-    return False
-
-
 @functools.cache
 def _sources():
-    """A digest of the files of tiles/ and ops/ that take part in compiling, and when the youngest was changed."""
-    found = ((folder, file) for folder in HOUSE for file in sorted(folder.rglob("*.py")) if _takes_part(file))
-    files = [(f"{folder.name}/{file.relative_to(folder)}", file) for folder, file in found]
-    youngest = max(file.stat().st_mtime for _, file in files)
-    return _hash("sources", *(part for name, file in files for part in (name.encode(), file.read_bytes()))), youngest
+    """A digest of the files of tiles/ and ops/ that take part in compiling."""
+    found = sources.content()
+    if found is None or found != sources.IMPORTED:
+        raise Undigestible("a source of tiles/ or ops/ has changed since it was imported")
+    return found
 
 
 def _environment():
-    sources, youngest = _sources()
-    if youngest > IMPORTED:
-        raise Undigestible("a source of tiles/ or ops/ changed after, or just before, it was imported")
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NUMBA_")}
-    return sources, settings, _toolchain()
+    return _sources(), settings, _toolchain()
 
 
 def _hash(*parts) -> bytes:
@@ -128,7 +103,7 @@ def covered(name) -> bool:
         return False
     root, module = name.partition(".")[0], sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if file and _takes_part(file):
+    if file and sources.takes_part(file):
         return True
     if root in ("tiles", "ops"):  # somebody else's package of that name
         return False

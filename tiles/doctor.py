@@ -4,6 +4,7 @@ Only the standard library is imported at the top (and what tiles/__init__.py beg
 else can be imported.
 """
 
+import argparse
 import contextlib
 import importlib
 import importlib.machinery
@@ -137,19 +138,19 @@ def gpus():
 
 def runs_on(capability) -> str:
     """What runs on a GPU of this compute capability."""
-    from .device import hopper, supported
+    from .targets import has_tma, is_hopper, supported
 
     if not supported(capability):
         return "too old: kernels run in the interpreter"
-    if hopper(capability):
+    if is_hopper(capability):
         return "wgmma and TMA: every kernel"
-    if capability >= (10, 0):
+    if has_tma(capability):
         return "no wgmma: kernels of registers, ordinary memory and TMA; those with wgmma run in the interpreter"
     return "neither wgmma nor TMA: kernels of registers and global memory; the others run in the interpreter"
 
 
 def _gpu(driver, check, ordinal):
-    from .device import hopper
+    from .targets import is_hopper
 
     handle, which = check(driver.cuDeviceGet(ordinal)), driver.CUdevice_attribute
     name = check(driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
@@ -159,25 +160,32 @@ def _gpu(driver, check, ordinal):
     )
     memory = check(driver.cuDeviceTotalMem(handle)) / 2**30
     text = f"{name}, compute capability {capability[0]}.{capability[1]}, {memory:.0f} GiB"
-    advice = "" if hopper(capability) else "TILES_INTERPRET=1 runs any kernel"
+    advice = "" if is_hopper(capability) else "TILES_INTERPRET=1 runs any kernel"
     yield Finding(f"GPU {ordinal}", f"{text}; {runs_on(capability)}", advice)
 
 
 def cache():
-    """Where compiled kernels are kept."""
+    """Where compiled kernels are kept, and whether all that lies there is read."""
     try:
-        from .cache import entries, folder, limit
+        from .cache import limit
+        from .cache_files import CacheOff, entries, find_folder, refused, trusting
     except Exception:  # `imports` has told why
         return
-    path = folder()
-    if path is None:
-        yield Finding("cache", "off", "unset TILES_CACHE; let TILES_CACHE_DIR name a folder that this user alone may write to")
-        return
-    sizes = [file.stat().st_size for file in entries(path)]
     try:
-        yield Finding("cache", f"{path}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB")
+        folder = find_folder()
+    except CacheOff as off:
+        yield Finding("cache", f"off: {off}", off.remedy)
+        return
+    sizes = [file.stat(follow_symlinks=False).st_size for file in entries(folder.path)]
+    try:
+        trusted = ", trusted whoever wrote it" * folder.trusted
+        text = f"{folder.path}{trusted}, {len(sizes)} entries, {sum(sizes) / 2**20:.1f} of {limit() / 2**20:.0f} MiB"
+        yield Finding("cache", text)
     except ValueError as error:
         yield Finding("cache", str(error), "set TILES_CACHE_BYTES to a number of bytes, or unset it")
+    if unread := refused(folder):
+        text = f"{len(unread)} of {len(sizes)} entries are not loaded: {unread[0]}"
+        yield Finding("cache", text, f"remove them; or, {trusting(folder.path)}")
 
 
 PROBES = (packages, numpy_fits, simulator, shadows, imports, gpus, cache)
@@ -194,9 +202,7 @@ def examine():
 
 def main(arguments=()) -> int:
     """Print the report; 1 if something is broken."""
-    if arguments:
-        print(f"doctor takes no arguments, got {' '.join(arguments)}", file=sys.stderr)
-        return 2
+    argparse.ArgumentParser(prog="python -m tiles doctor", description=__doc__.partition(": ")[2]).parse_args(arguments)
     broken = 0
     for finding in examine():
         print(f"{'!' if finding.broken else ' '} {finding.subject:<18} {finding.text}")

@@ -276,11 +276,11 @@ def main(arguments) -> int:
         lines, panels = shared_text(tile), shared_panels(tile)
     print(*lines, *(access_text(tile, given.access) if given.access else ()), sep="\n")
     picture = svg(*panels)
-    if given.svg:
-        given.svg.write_text(picture)
-    if given.png:
-        try:
+    try:
+        if given.svg:
+            given.svg.write_text(picture)
+        if given.png:
             given.png.write_bytes(png(picture))
-        except RuntimeError as error:
-            parser.error(str(error))
+    except (OSError, RuntimeError) as error:
+        parser.error(str(error))
     return 0

@@ -18,9 +18,15 @@ _SASS = re.compile(r'\s*//## File "([^"]*)", line (\d+)')
 APART = 1 << 20  # lines of ops come after any file's
 
 
-def is_op(file: str) -> bool:
-    """Does this name, where that of a file is expected, stand for an op? As in Python, what lies in no file is in <>."""
-    return os.path.basename(file).startswith("<")
+def is_op(file: str, line: int) -> bool:
+    """Does this line stand for an op? As in Python, what lies in no file is in <>; a notebook's cell is, too."""
+    return line >= APART and os.path.basename(file).startswith("<")
+
+
+def python_file(file: str) -> str:
+    """The name under which Python knows a file's lines: that of a cell, "<ipython-input-3-...>", has got a folder before it."""
+    name = os.path.basename(file)
+    return name if name.startswith("<") else file
 
 
 class Place(NamedTuple):
@@ -33,9 +39,9 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, chain):
         """The place for a chain of (file, line), the innermost first."""
-        python = tuple(at for at in chain if not is_op(at[0]))
+        python = [at for at in chain if not is_op(*at)]
         ops = [file for file, _ in chain[: chain.index(python[0])]] if python else []
-        return cls(python, os.path.basename(ops[-1])[1:-1] if ops else "")
+        return cls(tuple((python_file(file), line) for file, line in python), os.path.basename(ops[-1])[1:-1] if ops else "")
 
     @property
     def source(self) -> str:

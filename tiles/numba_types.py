@@ -23,6 +23,7 @@ from .builder import Builder, f32, i32, i64
 from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
 from .line_table import from_op
 from .op import Name
+from .source_lines import statement_at
 from .types import barrier, gl, is_static, pending, rt, rv, st, sv
 
 TENSOR_MAP = ir.LiteralStructType([ir.ArrayType(i64, 16)])  # 128 bytes that only TMA understands
@@ -180,7 +181,7 @@ def kernel_line():
     frame = sys._getframe()
     while frame and not isinstance(frame.f_locals.get("self"), _STATEMENTS):
         frame = frame.f_back
-    return "\n" + frame.f_locals["self"].loc.strformat() if frame else ""
+    return "\n" + statement_at(frame.f_locals["self"].loc) if frame else ""
 
 
 def teach_numba(op):

@@ -16,6 +16,7 @@ from numba.cuda.core.ir import Loc
 from numba.cuda.errors import UnsupportedBytecodeError
 
 from .numba_members import plain_function
+from .source_lines import statement_at
 
 LANGUAGE = "kernels are numbers, tuples, named tuples, tiles, ops, `if`, `for ... in range(...)`, `while`"
 
@@ -97,7 +98,7 @@ def _unsupported(what):
     return f"kernels cannot say this: {what.strip().rstrip('.')}; {LANGUAGE}"
 
 
-_SHOWN = re.compile(r'^(File ".*", line (\d+):\n(?:.*\n)*?\s*\^)$', re.MULTILINE)
+_SHOWN = re.compile(r'^File "(.*)", line (\d+):\n(?:.*\n)*?\s*\^$', re.MULTILINE)
 _CALLED = re.compile(r"During: typing of call at (.+) \((\d+)\)")
 _CALLEE = re.compile(r"resolving callee type: .*?<function (?:.*\.)?(\w+) at ")
 ROWS = (  # what Numba says, and what we say of its parts
@@ -150,11 +151,12 @@ def _places(error, said, function):
     if shown:
         calls = [(file, line) for file, line in calls if line != int(shown[2])]
     called = "".join(f"\n  called at {os.path.basename(file)}:{line} `{getline(file, line).strip()}`" for file, line in calls)
-    return f"\n\n{shown[1] if shown else _where(error, function)}{called}"
+    place = Loc(shown[1], int(shown[2])) if shown else _where(error, function)
+    return f"\n\n{statement_at(place).strip()}{called}"
 
 
 def _where(error, function):
-    """The statement that Numba was about, if it does not say so."""
+    """The Loc of the statement that Numba was about, if it does not say so."""
     found, at = Loc(function.__code__.co_filename, function.__code__.co_firstlineno), error.__traceback__
     while at:
         names = at.tb_frame.f_locals
@@ -163,4 +165,4 @@ def _where(error, function):
         if isinstance(names.get("state"), State):  # it reads bytecode
             found = Loc(found.filename, names["state"].get_inst().lineno)
         at = at.tb_next
-    return found.strformat().strip()
+    return found

@@ -13,6 +13,7 @@ from numba.cuda.descriptor import cuda_target
 from numba.cuda.typing import signature
 
 from .op import OPS
+from .source_lines import statement_at
 from .types import pending, rt, rv
 
 ELEMENTWISE = (
@@ -68,7 +69,7 @@ def refuse_dropped(blocks, types_of):
             remedy = f"t = {op}(...)" if first.startswith("$") else f"{first} = {op}({first}, ...)"
             raise TypeError(
                 f"{op}: its result, {types_of[name]}, is lost here: an op makes a new tile and changes none that it is given; "
-                f"write {remedy}\n{statement.loc.strformat()}"
+                f"write {remedy}\n{statement_at(statement.loc)}"
             )
 
 
@@ -94,7 +95,7 @@ class _Typed(FunctionPass):
         for block in state.func_ir.blocks.values():
             for statement in block.body:
                 if said := _not_lowered(statement, state.typemap):
-                    raise TypeError(f"{said}\n{statement.loc.strformat()}")
+                    raise TypeError(f"{said}\n{statement_at(statement.loc)}")
         state.cr = compiler.cuda_compile_result(signature=signature(state.return_type, *state.args))
         return False
 

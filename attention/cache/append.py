@@ -13,6 +13,7 @@ from tiles.checks import asked, read
 from tiles.device import machine
 from tiles.program import Plan, nothing, program
 from tiles.schema import Problem, Schema
+from tiles.targets import has_fp8
 
 from ..names import by_other_names
 from ..options import flag, norm_parts, positive
@@ -238,7 +239,7 @@ def _check_cache(problem: Problem) -> None:
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     gpu = machine(problem.device)
-    if k.itemsize == 1 and gpu.capability < write_kernel.FP8:
+    if k.itemsize == 1 and not has_fp8(gpu.capability):
         raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if page_size == 0:
         raise problem.error("k", "must have room for a key", "k")

@@ -9,6 +9,7 @@ from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
+from tiles.targets import has_fp8
 
 from ..names import by_other_names
 from ..options import flag
@@ -82,7 +83,7 @@ def _quantize(problem: Problem, centred: bool, settled: bool) -> Plan:
     if columns % 8 or not 8 <= columns <= 256:
         raise problem.error("x", f"head_dim must be a multiple of 8, from 8 to 256: head_dim={columns}", "x")
     gpu = machine(problem.device)
-    if gpu.capability < quantize_kernels.FP8:
+    if not has_fp8(gpu.capability):
         raise ValueError(f"x: fp8 takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if 0 in (batch, rows, heads):
         raise problem.error("x", "must not be empty", "x")

@@ -24,11 +24,10 @@ from numpy import int32
 from ops import abs, col_max, col_min, col_sum, divmod, full, load, lower_fill, maximum, minimum, store, tile_max, zeros
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array
-from tiles.compiler import capability
 from tiles.layout import LANES
+from tiles.targets import capability, has_fp8
 
 from .scales import END, LEAST
-from .write_kernel import FP8
 
 WARPS, ROWS, COLUMNS = 4, 16, 64  # warps of a thread block; rows and columns of a tile
 PARTS = 32  # the most parts into which the rows of a head are divided
@@ -51,7 +50,7 @@ class Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Every kernel; for fp16 with `everything`."""
-    if capability(arch)[:2] >= FP8:
+    if has_fp8(capability(arch)):
         for of in (bf16, fp16) if everything else (bf16,):
             yield Config("parts", of, False)
             yield Config("widen", of, False)

@@ -22,17 +22,16 @@ from ops import divmod, full, load, store
 from tiles import bf16, dtype, fp8e4m3, fp16, inlined
 from tiles.arguments import ENDS, INT, array, record
 from tiles.arrays import Operand
-from tiles.compiler import capability
 from tiles.launch import kernel_for
 from tiles.layout import LANES
 from tiles.program import Step
+from tiles.targets import capability, has_fp8
 
 from .row_norms import AS_THEY_ARE, AsTheyAre, Layer, Rms
 from .scales import COLUMNS, HEADS, Found, Given, New, Unscaled, X, first_of, pairs_of, second_of
 
 WARPS = 4  # of a thread block; each has a token
 TABLE = types.Array(types.int32, 2, "A")  # the type of a page table
-FP8 = 8, 9  # the compute capability since which GPUs convert to fp8
 DTYPES = {x.np.name: x for x in (bf16, fp16, fp8e4m3)}
 NAN = float("nan")
 
@@ -62,7 +61,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """Every kernel; those for fp8 on architectures that have instructions for it."""
     for of in (bf16, fp16) if everything else (bf16,):
         yield Config(of, of)
-        if capability(arch)[:2] >= FP8:
+        if has_fp8(capability(arch)):
             yield from (Config(of, fp8e4m3, scales) for scales in (Given, Found, Unscaled)[: 3 if everything else 2])
         if everything:
             yield from (Config(of, of, Unscaled, norm(False), norm(True)) for norm in (Rms, Layer))

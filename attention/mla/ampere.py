@@ -20,6 +20,7 @@ from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
+from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, shared_bytes
 
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.reach import Reach
@@ -60,12 +61,10 @@ class Config:
 
 BAND = 16  # rows of a tile
 ROOMS = {  # bytes of shared memory that a block may have: {rows: (keys, stages)}
-    99 * 1024: {BAND: (32, 2)},
-    163 * 1024: {BAND: (32, 3), 2 * BAND: (32, 3)},
-    227 * 1024: {BAND: (64, 2), 2 * BAND: (64, 2)},
+    SMALL: {BAND: (32, 2)},
+    MEDIUM: {BAND: (32, 3), 2 * BAND: (32, 3)},
+    LARGE: {BAND: (64, 2), 2 * BAND: (64, 2)},
 }
-LEAST, LARGE = min(ROOMS), max(ROOMS)
-ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
 def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
@@ -75,20 +74,20 @@ def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool
     return Config(of, reach, cache, result, early, band, *shapes[band])
 
 
-def asked_for(arch: str, everything: bool, pieces: Sequence[int], room: int) -> Iterator[tuple[Any, ...]]:
+def asked_for(arch: str, everything: bool, pieces: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """The arguments of config_for that occur on an architecture: for bf16, one token and whole pieces, or for `everything`.
     fp16 takes as many registers as bf16."""
-    one, several, early = Reach(False, False, False), Reach(False, True, False), arch >= "sm_90"
+    one, several, target = Reach(False, False, False), Reach(False, True, False), capability(arch)
     kinds = [(one, Dense, Whole), (several, Paged, Part)]
     kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
     forms = [*((bf16, piece) for piece in pieces), (fp16, pieces[0])]
     for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128)):
-        yield of, reach, cache(piece), result(of, piece), early, rows, room
+        yield of, reach, cache(piece), result(of, piece), has_early_launch(target), rows, shared_bytes(target)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES, ROOM.get(arch, LEAST)))
+    yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES))
 
 
 @functools.cache

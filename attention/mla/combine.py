@@ -12,6 +12,7 @@ from ops import divmod, exp2, full, grid, load, log2, maximum, zeros
 from tiles import bf16, fp16, fp32, rt
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
+from tiles.targets import capability, has_early_launch
 
 from ..softmax.decode.results import Spot, Whole
 from ..softmax.online import LOWEST, TINY
@@ -42,7 +43,7 @@ class Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    yield from (Config(Whole(of, 16), arch >= "sm_90") for of in (bf16, fp16)[: 1 + everything])
+    yield from (Config(Whole(of, 16), has_early_launch(capability(arch))) for of in (bf16, fp16)[: 1 + everything])
 
 
 @functools.cache

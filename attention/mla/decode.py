@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.device import hopper as is_hopper
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, program
 from tiles.schema import Problem, Schema
+from tiles.targets import has_early_launch, has_fp8
 
 from ..families import choose
 from ..names import by_other_names
@@ -150,7 +150,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     chosen = choose(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
-        early, arrays["gQ"] = is_hopper(gpu.capability), by_rows(problem["q"], heads)
+        early, arrays["gQ"] = has_early_launch(gpu.capability), by_rows(problem["q"], heads)
 
         def config(reach, result):
             return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
@@ -179,13 +179,13 @@ def _mla_decode_fp8(
     piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     chosen = choose(problem, family, piece == hopper.PIECE)
     gpu, form = machine(problem.device), problem["latent"].form
-    if gpu.capability < quantised.SINCE:
+    if not has_fp8(gpu.capability):
         raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
     if piece not in quantised.PIECES:
         raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
-    dtype, rows, early = DTYPES[problem.dtype], math.prod(problem("SH")), is_hopper(gpu.capability)
+    dtype, rows, early = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = _cache(problem, piece)

@@ -35,6 +35,7 @@ from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st,
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.cp_async import PIECES as EVERY
 from tiles.layout import LANES
+from tiles.targets import LARGE, SMALL, capability, has_fp8
 
 from ..softmax.decode.caches import Dense, Paged
 from ..softmax.decode.reach import Reach
@@ -45,7 +46,7 @@ from ..softmax.variants import At
 from .ampere import asked_for
 from .shape import LATENT, ROTARY
 
-SINCE, PIECES = (8, 9), EVERY[:-1]  # compute capability; bytes that cp.async brings at once
+PIECES = EVERY[:-1]  # bytes that cp.async brings at once
 KEYS, GROUPS = 16, 3  # keys that a warp finds scores of; groups of copies that bring a tile
 
 
@@ -87,12 +88,10 @@ class Config:
 
 BAND = 16  # rows of a tile
 ROOMS = {  # bytes of shared memory that a block may have: {rows: (warps, stages, resident)}
-    99 * 1024: {BAND: (2, 3, 1)},
-    227 * 1024: {BAND: (4, 2, 2), 2 * BAND: (8, 2, 1)},
+    SMALL: {BAND: (2, 3, 1)},
+    LARGE: {BAND: (4, 2, 2), 2 * BAND: (8, 2, 1)},
 }
 PAGED = 8, 2, 1  # the same of 16 rows over pages, where the other is not timed
-LEAST, LARGE = min(ROOMS), max(ROOMS)
-ROOM = {"sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
 def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
@@ -105,8 +104,8 @@ def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture with instructions for fp8 is served with."""
-    if arch != "sm_80":
-        yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES, ROOM.get(arch, LEAST)))
+    if has_fp8(capability(arch)):
+        yield from dict.fromkeys(config_for(*asked) for asked in asked_for(arch, everything, PIECES))
 
 
 @functools.cache

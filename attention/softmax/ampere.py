@@ -21,6 +21,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
+from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 from .base_config import BaseConfig, in_pages
 from .online import Softmax
@@ -66,13 +67,12 @@ SHAPES = {  # padded head_dim: (kv, warps, band, stages, resident)
     256: (64, 4, 16, 1, 2),
 }
 ROOMS = {  # bytes of shared memory that a block may have: other shapes, of which two blocks share a multiprocessor there
-    99 * 1024: {96: (64, 4, 32, 1, 2), 128: (32, 4, 32, 1, 2), 192: (32, 4, 16, 1, 2)},  # sm_86, sm_89, sm_120
-    163 * 1024: {},  # sm_80
-    227 * 1024: {128: (64, 4, 32, 2, 2), 192: (96, 4, 16, 1, 2)},  # sm_90, sm_100, whose code for D 128 in one stage spills
+    SMALL: {96: (64, 4, 32, 1, 2), 128: (32, 4, 32, 1, 2), 192: (32, 4, 16, 1, 2)},  # sm_86, sm_89, sm_120
+    MEDIUM: {},  # sm_80
+    LARGE: {128: (64, 4, 32, 2, 2), 192: (96, 4, 16, 1, 2)},  # sm_90, sm_100, whose code for D 128 in one stage spills
 }
 BUSY = {64: (64, 4, 32, 2, 2)}  # the same on any GPU for all but full and causal attention: a mask has a window's tiles
 LOADED = BUSY | {128: (32, 4, 32, 1, 2)}  # and where a bias is read: all spill less, or not at all
-SHARED_BYTES, LARGE = min(ROOMS), max(ROOMS)
 
 
 @functools.lru_cache(1024)
@@ -88,24 +88,21 @@ def config_for(
     """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
     next for which there are kernels; the greater of the two decides the shape. kind: further fields of the Config."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    least = SHARED_BYTES if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
+    least = SMALL if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
     shapes = SHAPES | ROOMS[least]
     if variant not in (FULL, CAUSAL):
         shapes = shapes | (LOADED if variant.loads else BUSY)
     return Config(padded, wide, dtype, variant, *shapes[max(padded, wide)], piece, **kind)
 
 
-ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory that a block may have; elsewhere the least
-
-
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with: for bf16 and whole pieces, or for `everything`. fp16 takes as
     many registers as bf16."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
+    room = shared_bytes(capability(arch))
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        yield config_for(head_dim, of, variant, ROOM.get(arch, SHARED_BYTES), piece)
+        yield config_for(head_dim, of, variant, room, piece)
         if everything and variant is CAUSAL and piece == PIECES[0]:
-            room = ROOM.get(arch, SHARED_BYTES)
             yield config_for(head_dim, of, variant, room, piece, **in_pages())
 
 

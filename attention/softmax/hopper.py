@@ -29,7 +29,6 @@ from .variants import At, Variant
 from .visible_keys import CAUSAL, FULL
 from .weights import InRegisters, InShared
 
-SHARED_BYTES = 227 * 1024
 REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
 
 
@@ -334,7 +333,7 @@ def make(config: Config):
     @inlined
     def own_blocks(row, every, at):
         """(how many of a tile's key blocks a consumer works on, the last ones in order; how many of them it masks: the first
-        one, and all that the mask cuts). Both are 0 if the consumer's rows do not exist."""
+        one at least, and all that the mask cuts). It works on none if its rows do not exist."""
         if SKIPS:
             own = own_rows.key_blocks(row, at)
             return int32(own.n if row < at.queries else 0), int32(max(1, own.cut))

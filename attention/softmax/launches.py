@@ -10,6 +10,7 @@ from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, Step, nothing
 from tiles.schema import Problem
+from tiles.targets import has_fp8
 
 from ..cache import quantize_kernels
 from ..families import choose, needs_hopper
@@ -57,7 +58,7 @@ class Before:
         problem, narrow = self.problem, self.problem[name]
         if narrow.form.dtype != "float8_e4m3fn" or problem.dtype == narrow.form.dtype:
             return narrow
-        if machine(problem.device).capability < quantize_kernels.FP8:
+        if not has_fp8(machine(problem.device).capability):
             raise ValueError(
                 f"{name}: fp8 takes a GPU of compute capability 8.9 or later; it lies on {machine(problem.device)}"
             )

@@ -6,9 +6,10 @@ in forward, and in the same order, so the bits are the same, too."""
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tiles.device import hopper, machine
+from tiles.device import machine
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
+from tiles.targets import is_hopper
 
 from ..families import needs_hopper
 from .assembled import assembled
@@ -66,7 +67,7 @@ def arriving(
 
 def serves(device: Any, head_dim: int, value_dim: int) -> bool:
     """Are these functions for a device of torch's, and heads of which blocks of keys are parts of key_sources.BLOCK?"""
-    return hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
+    return is_hopper(machine(device.index).capability) and max(head_dim, value_dim) <= BLOCK
 
 
 @program(APART, no_gradient=ONCE)

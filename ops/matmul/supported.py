@@ -149,6 +149,10 @@ def _wrong(name, acc, a, b, spaces):
         return ": fp32 is not multiplied; load a and b as bf16, fp16 or tf32, or convert them, as bf16(a)"
     if spaces is None:
         return f": {a.dtype} and {b.dtype} are not multiplied with each other by this op"
+    for letter, x, kinds in zip("ab", (a, b), spaces):
+        if not isinstance(x, kinds):
+            there = {rt: "in registers, as rt", st: "in shared memory, as st"}[kinds[0]]
+            return f": {letter} must lie {there}({x.rows}, {x.cols}, {x.dtype})"
     for letter, x, layout in zip("ab", (a, b), transposed.layouts):
         if isinstance(x, rt) and x.layout != layout:
             its = f"rt({x.rows}, {x.cols}, {x.dtype}{COLUMNS * (layout == 'col')})"

@@ -1,7 +1,10 @@
 """attention/inspect.py: what is shipped compiles for every GPU, with no spill, no local memory and no complaint of ptxas."""
 
+import re
+
 import pytest
 
+from attention import __main__ as main
 from attention import inspect
 from attention.cache import write_kernel
 from attention.mla import ampere as mla_ampere
@@ -25,11 +28,11 @@ from attention.softmax.norms import Layer, Normed
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16, fp16
+from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
 PLAIN = Variant(), Reach(False, True, False)
 PART = Part(bf16, 16)
-SM_80 = decode_ampere.ROOM["sm_80"]
 SHARED = *PLAIN, Paged(16), decode_ampere.either(bf16, 16), Variant(), Shares
 NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), decode_ampere.either(bf16, 16), Variant(), Shares
 SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
@@ -39,14 +42,14 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     (
         "sm_80",
         decode_ampere,
-        decode_ampere.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=decode_ampere.ROOM["sm_80"]),
+        decode_ampere.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=MEDIUM),
     ),
     ("sm_90a", decode_ampere, decode_ampere.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
-    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, mla_ampere.ROOM["sm_80"])),
+    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, MEDIUM)),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
     ("sm_90a", mla_hopper, mla_hopper.Config(products.Same(bf16), PLAIN[1], boxes.Paged(1), PART)),
     ("sm_90a", mla_hopper, mla_hopper.gathered(bf16, True, PLAIN[1], Paged(16), PART)),
-    ("sm_89", ampere, ampere.config_for(128, fp16, FULL, ampere.SHARED_BYTES)),
+    ("sm_89", ampere, ampere.config_for(128, fp16, FULL, SMALL)),
     *(("sm_90a", hopper_fp8, hopper_fp8.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward.hopper_narrow, backward.hopper_narrow.config_for(64, bf16, CAUSAL)),
@@ -59,10 +62,10 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
     ("sm_80", backward.norms, backward.norms.Rows(Layer(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
-    ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, ampere.LARGE, 8)),
+    ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),
     ("sm_120a", chunk_ampere, chunk_ampere.Config(128, 1, bf16, ByToken(), States(), varlen=True, piece=4)),
-    ("sm_120a", ampere, ampere.config_for(256, bf16, FULL, ampere.SHARED_BYTES, 4)),
+    ("sm_120a", ampere, ampere.config_for(256, bf16, FULL, SMALL, 4)),
     ("sm_120a", token_loop, token_loop.Config(128, "channel", True, single=True)),
 ]
 
@@ -72,13 +75,13 @@ def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
     found = inspect.row(name, module, config, arch)
     assert not inspect.bad(found) and (not found["spill_bytes"] or found["allowed_bytes"])
-    assert found["shared_bytes"] <= ampere.ROOM.get(arch, ampere.SHARED_BYTES)
+    assert found["shared_bytes"] <= shared_bytes(capability(arch))
     assert module is not ampere or found["lines"] <= 70
 
 
 SPILLED = [  # until their tiles were chosen for them, or their indices made cheaper
     ("sm_90a", hopper.config_for(128, bf16, BlockedMask(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True)),
-    ("sm_80", ampere.config_for(64, bf16, Dropped(), ampere.ROOM["sm_80"])),
+    ("sm_80", ampere.config_for(64, bf16, Dropped(), MEDIUM)),
 ]
 
 
@@ -122,6 +125,34 @@ def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
     monkeypatch.setattr(inspect, "configurations", lambda *_: iter(twice))
     assert inspect.main("sm_80", check=True, jobs=1) == 1
     assert "the same code as one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--only nothing",
+            "--only: no row for sm_90a has 'nothing' in its .* name; kernels are forward, backward, decode, .*tokens",
+        ),
+        (
+            "--only forward --only nothing --json --arch sm_80",
+            "no row for sm_80 has 'forward' and 'nothing' in its .*; kernels are",
+        ),
+        ("--only fp16 --only forward", "'fp16' and 'forward' in its .* name; with --all there are [0-9]+$"),
+        ("--arch hopper", "--arch: arch must be one of|arch must look like sm_80 or sm_90a, got 'hopper'"),
+        ("--arch sm_75", "--arch: arch must be one of sm_80, sm_86, .*sm_90.*, got 'sm_75'"),
+        ("--arch sm_999a", "--arch: arch must be one of .*, got 'sm_999a'"),
+    ],
+)
+def test_what_there_is_nothing_of(words, message, capsys):
+    """Neither silence nor a traceback, and no process is started."""
+    try:
+        code = main.main(["inspect", *words.split()])
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    assert code == 2 and not said.out and re.search(message, said.err.splitlines()[-1]), said.err
+    assert said.err.splitlines()[-1].startswith("python -m attention inspect: error: ")
 
 
 def test_only_what_is_asked_for():

@@ -110,6 +110,24 @@ def trees(b, h, i, j, leave):
 
 def numbers(b, h, i, j):
     return i - j
+
+
+two = np.ones((2, 64), bool)
+
+
+def of_heads(b, h, i, j, two):
+    return two[h, i] & (j < 9)
+
+
+def of_sequences(b, h, i, j, two):
+    return two[b, j]
+
+
+slopes = np.ones(2, np.float32)
+
+
+def near(b, h, i, j, slopes):
+    return (i - j) * slopes[h] < 9
 """)
     return path
 
@@ -135,7 +153,15 @@ def test_command(file, tmp_path, capsys):
         ("nowhere.py:documents", "must be a Python file and a function in it, such as masks.py:documents"),
         ("{file}:trees", "takes leave, and .* has no array of that name"),
         ("{file}:numbers", "mask: must give truth values"),
-        ("{file}:documents --q 65", "out of bounds"),
+        (
+            "{file}:documents --q 65",
+            r"documents: index 64 is out .*, for batch=0, head=0, q=65, k=65 and arrays of shapes \(64,\)",
+        ),
+        ("{file}:of_heads --q 64 --head 7", r"of_heads: index 7 is out .*head=7.* shapes \(2, 64\)"),
+        ("{file}:of_sequences --q 64 --batch 2", r"of_sequences: index 2 is out .*batch=2"),
+        ("{file}:near --q 64 --head 7", r"near: index 7 is out .*head=7.* shapes \(2,\)"),
+        ("{file}:near --q 64 --head=-1", "batch and head must not be negative: batch=0, head=-1"),
+        ("--causal --svg {file}/no/such.svg", "Not a directory"),
         ("--window=-1,0", "window: its ends must not be negative"),
         ("--window 5", "--window: say left,right, such as 128,0, got '5'"),
         ("--block 20", "blocks must be multiples of 16"),
@@ -143,6 +169,8 @@ def test_command(file, tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_drawn(words, message, file, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         command(*words.format(file=file).split())
-    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and re.search(message, " ".join(said.split())) and "Traceback" not in said
+    assert said.splitlines()[-1].startswith("python -m attention show: error: ")

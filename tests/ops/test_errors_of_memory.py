@@ -1,11 +1,11 @@
 """What mistakes say, see test_errors.py: those of products, loads and stores, and of warpgroups."""
 
 import numpy as np
-from mistakes import WIDE, B, Cases, E, S, T, check, smem
+from mistakes import S8, WIDE, B, Cases, E, S, T, check, smem
 from numba import cuda
 
 import tiles
-from ops import cluster, copy_async, lane_sum, load, mma_AB, mma_ABt, raw, row_max, store, subtile, warpgroup, zeros
+from ops import cluster, copy_async, lane_sum, load, mma_AB, mma_ABt, mma_AtB, raw, row_max, store, subtile, warpgroup, zeros
 from tiles import bf16, fp16, fp32, rt
 
 says = Cases()
@@ -158,6 +158,18 @@ def operands_that_are_swapped(x, g):
 @says("mma_ABt: got rt(16, 64, bf16), rt(32, 64, bf16), rt(16, 32, fp32): the sum comes first, mma_ABt(acc, a, b); takes")
 def a_sum_that_comes_last(x, g):
     mma_ABt(zeros(B), zeros(rt(32, 64, bf16)), zeros(rt(16, 32, fp32)))
+
+
+@says("warpgroup.mm_AB: got st(64, 64, bf16), rt(64, 64, bf16): b must lie in shared memory, as st(64, 64, bf16); takes acc")
+def a_right_operand_in_registers(x, g):
+    s, _, _, _ = smem.open()
+    warpgroup.mm_AB(s, zeros(rt(64, 64, bf16)))
+
+
+@says(f"mma_AtB: got rt({S8.cols}, {S8.cols}, fp32), {S8}, {S8}: a must lie in registers, as rt({S8.rows}, {S8.cols}, fp8e4m3)")
+def bytes_in_shared_memory(x, g):
+    _, _, f, _ = smem.open()
+    mma_AtB(zeros(rt(S8.cols, S8.cols, fp32)), f, f)
 
 
 @says('mma_AB: got rt(16, 64, fp32), rt(16, 16, bf16), rt(16, 64, bf16): b must be in col layout, rt(16, 64, bf16, "col"): lo')

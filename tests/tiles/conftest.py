@@ -11,15 +11,9 @@ from types import SimpleNamespace
 import pytest
 from stand_in import encoded, gpu  # noqa: F401
 
-from tiles import arrays, digest
+from tiles import arrays
 
 numbers = itertools.count()
-
-
-@pytest.fixture
-def settled(monkeypatch):
-    """However young the sources are, they are what was imported."""
-    monkeypatch.setattr(digest, "IMPORTED", float("inf"))
 
 
 @pytest.fixture

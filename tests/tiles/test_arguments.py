@@ -25,6 +25,43 @@ from tiles.arguments import (
 from tiles.arrays import c_ordered
 from tiles.numba_types import Value
 from tiles.types import gl
+from tiles.values import tensor
+
+BOX, LINE = st(64, 64, bf16), sv(64, fp32)
+
+
+@pytest.mark.parametrize(
+    ("tile", "given", "axes"),
+    [(BOX, (), (1, 3)), (BOX, (3,), (1, 2)), (BOX, (2,), (0, 1)), (BOX, (5,), (3, 4)), (BOX, (3, 0), (0, 2)),
+     (BOX, (4, -2, -1), (2, 3)), (LINE, (), (None, 3)), (LINE, (3,), (None, 2)), (LINE, (1,), (None, 0))],
+)  # fmt: skip
+def test_axes_of_a_tiled_array(tile, given, axes):
+    """Those that are said; otherwise of (B, S, H, D) the second and last, and of other ranks the last two, as of tensor."""
+    of = tiled(tile, *given)
+    assert (of.rows, of.cols) == axes and of.unit == tile.rows
+    if given[1:] == () and (rank := of.rank) != 4:
+        assert of == tensor(np.zeros((64,) * rank, tile.dtype.np), tile).spec
+
+
+@pytest.mark.parametrize(
+    ("tile", "given", "message"),
+    [
+        (BOX, (1,), "TMA takes arrays of 2 to 5 axes for st(64, 64, bf16), got rank=1"),
+        (LINE, (0,), "TMA takes arrays of 1 to 5 axes"),
+        (BOX, (6,), "got rank=6"),
+        (BOX, (3, 1, 3), "different axes of an array of 3, got rows=1, cols=3"),
+        (BOX, (3, 1, 1), "got rows=1, cols=1"),
+        (BOX, (3, -1, 2), "got rows=-1, cols=2"),
+        (BOX, (3, None, 2), "got rows=None, cols=2"),
+        (LINE, (3, 1, 2), "runs along cols: rows must be None, got rows=1"),
+        (LINE, (2, None, 2), "got rows=None, cols=2"),
+    ],
+)
+def test_axes_that_a_tiled_array_does_not_have(tile, given, message):
+    with pytest.raises(ValueError, match="^tiled: ") as refused:
+        tiled(tile, *given)
+    assert message in str(refused.value)
+
 
 SCALARS = [
     (True, types.boolean, 1),

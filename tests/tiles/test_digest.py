@@ -19,15 +19,12 @@ from attention import inspect
 from attention.recurrent.kernels import chunk_ampere, token_loop
 from attention.softmax import hopper
 from attention.softmax.visible_keys import CAUSAL
-from tiles import bf16, digest, st
+from tiles import bf16, digest, sources, st
 from tiles.arguments import signature
 from tiles.compiler import Lowered
 from tiles.numba_types import Value
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("settled")
-
-
 KERNEL = """
     import math
     from numba import cuda
@@ -139,28 +136,29 @@ def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):
     kernel, keys = module(KERNEL).kernel, []
     for name in ("tiles", "ops"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    real = list(digest.HOUSE)
+    real = list(sources.FOLDERS)
 
-    def sources():
-        monkeypatch.setattr(digest, "HOUSE", [tmp_path / "tiles", tmp_path / "ops"])
+    def found():
+        monkeypatch.setattr(sources, "FOLDERS", [tmp_path / "tiles", tmp_path / "ops"])
+        monkeypatch.setattr(sources, "IMPORTED", content := sources.content())
         digest._sources.cache_clear()
-        found = digest._sources()
-        monkeypatch.setattr(digest, "HOUSE", real)
+        assert digest._sources() == content
+        monkeypatch.setattr(sources, "FOLDERS", real)
         keys.append(key(kernel))
-        return found[0]
+        return content
 
     try:
-        digests = [sources()]
+        digests = [found()]
         for file in ("ops/elementwise/arithmetic.py", "tiles/ptx.py", "tiles/compiler.py"):
             with open(tmp_path / file, "a") as f:
                 f.write("# changed\n")
-            digests.append(sources())
+            digests.append(found())
         (tmp_path / "ops/new.py").write_text("")
-        digests.append(sources())
+        digests.append(found())
         for file in ("tiles/doctor.py", "tiles/interpreter/warp.py", "tiles/launch.py"):  # these keep the last
             with open(tmp_path / file, "a") as f:
                 f.write("# changed\n")
-            digests.append(sources())
+            digests.append(found())
     finally:
         digest._sources.cache_clear()
     assert len(set(digests)) == len(set(digests[:5])) == 5 and len(set(keys)) == len(set(keys[:5])) == 5 and None not in keys
@@ -182,25 +180,65 @@ def test_what_takes_part_in_compiling_is_digested():
             if arch == "sm_90a":  # whose machine code is looked at, too
                 lowered.machine_code()
         seen |= {getattr(entry.code, "co_filename", "") for entry in profile.getstats()}
-    ours = {Path(file) for file in seen if any(folder in Path(file).parents for folder in digest.HOUSE)}
+    ours = {Path(file) for file in seen if any(folder in Path(file).parents for folder in sources.FOLDERS)}
     assert some <= {file.name for file in ours}
-    assert {file for file in ours if not digest._takes_part(file)} == set()
-    assert all((ROOT / name).exists() for name in digest.APART)
+    assert {file for file in ours if not sources.takes_part(file)} == set()
+    assert all((ROOT / name).exists() for name in sources.APART)
 
 
-def test_sources_that_may_have_changed_after_their_import_are_not_trusted(module, monkeypatch):
-    kernel = module(KERNEL).kernel
-    youngest = digest._sources()[1]
-    monkeypatch.setattr(digest, "IMPORTED", youngest + 1)
-    assert key(kernel)
-    monkeypatch.setattr(digest, "IMPORTED", youngest - 1)
-    assert key(kernel) is None
+def test_sources_that_have_changed_since_their_import_are_not_trusted(module, monkeypatch, request):
+    """Whatever their times say. One that cannot be read is not, either."""
+    kernel, imported = module(KERNEL).kernel, sources.IMPORTED
+    request.addfinalizer(digest._sources.cache_clear)
+    for content, kept in ((b"other", False), (None, False), (imported, True)):
+        digest._sources.cache_clear()
+        monkeypatch.setattr(sources, "IMPORTED", content)
+        assert bool(key(kernel)) == kept
+
+
+def test_files_of_the_future(tmp_path):
+    """As of a clock that was wrong, or an archive: they are what was imported until their content changes, whatever the time of
+    the edit. An editor's lock, a link to nowhere, is no source."""
+    for name in ("tiles", "ops"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in tmp_path.rglob("*.py"):
+        os.utime(file, (2_051_222_400, 2_051_222_400))
+    (tmp_path / "tiles" / ".#ring.py").symlink_to("nowhere")
+    code = """
+        import os
+        from numba import cuda
+        from numba.cuda import types
+        import tiles, ops
+        from tiles import digest
+
+        def key():
+            digest._sources.cache_clear()
+            return digest.key(cuda.jit(lambda x: None), (types.Array(types.float32, 1, "A"),), "sm_90a")
+
+        def write(text):
+            with open(RING, "w") as file:
+                file.write(text)
+
+        RING = os.path.join(os.path.dirname(tiles.__file__), "ring.py")
+        text = open(RING).read()
+        first = key()
+        write(text + "# edited")
+        os.utime(RING, (0, 0))
+        second = key()
+        write(text)
+        print(first and len(first), second, key() == first)
+    """
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=100
+    )
+    assert run.stdout.split() == ["64", "None", "True"], run.stdout + run.stderr
 
 
 def test_the_key_is_the_same_in_another_process(tmp_path):
     (tmp_path / "subject.py").write_text(textwrap.dedent(KERNEL))
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\nimport subject\nfrom tiles import digest\n"
-    code += "from numba.cuda import types\ndigest.IMPORTED = float('inf')\n"
+    code += "from numba.cuda import types\n"
     code += "print(digest.key(subject.kernel, (types.Array(types.float32, 2, 'A'),), 'sm_90a'))"
     keys = set()
     for seed in "12":

@@ -17,7 +17,6 @@ from tiles import bf16, digest, fp32, inlined, ring, rt, shared, st
 from tiles.op import OPS
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("settled")
 
 
 # ---- ops of a user's ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tiles import __main__ as commands
 from tiles import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -161,5 +162,15 @@ def test_missing_packages_say_what_to_install(monkeypatch):
 def test_usage():
     done = run("-m", "tiles")
     assert done.returncode == 2 and "doctor" in done.stderr
-    done = run("-m", "tiles", "doctor", "extra")
-    assert done.returncode == 2 and "takes no arguments" in done.stderr
+
+
+@pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["-h"], 0), (["extra"], 2), (["--unknown"], 2)])
+@pytest.mark.parametrize("command", [[], ["doctor"]])
+def test_help_is_on_stdout_and_a_mistake_on_stderr(command, arguments, code, capsys):
+    try:
+        done = commands.main([*command, *arguments])
+    except SystemExit as ended:
+        done = ended.code
+    said = capsys.readouterr()
+    assert done == code and "usage: python -m tiles" in (said.err if code else said.out)
+    assert not (said.out if code else said.err) and "doctor" in said.out + said.err

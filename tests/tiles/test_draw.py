@@ -104,6 +104,7 @@ def test_picture(tile, tmp_path, capsys):
         ("rt 16 16 fp32 --access column", "--width and --access are for st"),
         ("st 64 64 bf16 --layout col", "--layout is for rt"),
         ("st 64 64 int8", "invalid choice: 'int8'"),
+        ("st 64 64 bf16 --svg /dev/null/tile.svg", "Not a directory"),
     ],
 )
 def test_mistakes(capsys, words, why):

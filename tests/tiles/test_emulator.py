@@ -9,12 +9,12 @@ from collections import Counter
 import correct
 import numpy as np
 import pytest
-from emulated import each_thread, execute, stops
-from numba import cuda
+from emulated import assemble, each_thread, execute, stops, written
+from numba import cuda, float32, int8
 from test_emulator_arithmetic import CASES
 
 from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, warpgroup, zeros
-from tiles import barrier, bf16, fp32, rt, shared, st
+from tiles import barrier, bf16, fp32, rt, shared, st, sv
 from tiles.emulator import emulate, table
 
 SEEDS = [None, 1, 2]
@@ -375,6 +375,79 @@ def test_a_threads_own_memory():
     assert (found == np.arange(32)).all()
     beyond = body.replace("d+16", "d+24")
     stops("bounds", "8 bytes at 24 to 24 of a thread's own memory, which ends at 24", execute, beyond, found)
+
+
+def test_generic_addresses():
+    """Lanes of one instruction may reach into global, local and shared memory, each into its own."""
+    body = (
+        each_thread(np.uint32, 0, 1)
+        + """
+    .local .align 8 .b8 depot[8];
+    .reg .b64 l, s, g; .reg .b32 x, k, s32; .reg .pred p, q;
+    mov.u64 l, depot; cvta.local.u64 l, l; mov.u32 s32, dynamic_smem; mad.lo.u32 s32, %t, 4, s32; cvt.u64.u32 s, s32;
+    cvta.shared.u64 s, s; and.b32 k, %t, 3; setp.eq.u32 p, k, 1; setp.eq.u32 q, k, 2;
+    mov.u64 g, %p0; selp.b64 g, l, g, p; selp.b64 g, s, g, q;
+    add.u32 x, %t, 100; st.u32 [g], x; ld.u32 x, [g]; @q ld.shared.u32 x, [s32]; @p ld.local.u32 x, [l];
+    cvta.to.shared.u64 s, s; @q ld.shared.u32 k, [s]; @q add.u32 x, x, k;
+    st.global.u32 [%p1], x;"""
+    )
+    assemble(written(body, 1, 1))
+    given, found = np.zeros((2, 32), np.uint32)
+    execute(body, given, found, shared=PLAN)
+    lane = np.arange(32)
+    assert (found == (lane + 100) * np.where(lane % 4 == 2, 2, 1)).all()
+    assert (given == np.where((lane % 4 == 1) | (lane % 4 == 2), 0, lane + 100)).all()
+
+
+@cuda.jit
+def with_local_array(x, y):
+    """A local array by an index of the data, and, by a pointer that may be either, it or a row of x."""
+    i = cuda.threadIdx.x
+    mine = cuda.local.array(8, float32)
+    for k in range(8):
+        mine[k] = 10 * x[i, k]
+    n = int(x[i, 0])
+    row = mine if i % 3 else x[i]
+    y[i] = mine[n % 8] + 1000 * row[(n + 1) % 8]
+
+
+@cuda.jit
+def with_shared_arrays(x, y):
+    """Threads read what others wrote into two arrays, beside the memory that the launch brings."""
+    i = cuda.threadIdx.x
+    numbers, flags = cuda.shared.array((64, 2), float32), cuda.shared.array(64, int8)
+    more = cuda.shared.array(0, float32)
+    numbers[i, 0], numbers[i, 1], flags[i], more[i] = x[i, 0], x[i, 1], i % 2, x[i, 2]
+    cuda.syncthreads()
+    y[i] = numbers[63 - i, 0] + numbers[i ^ 32, 1] * flags[(i + 1) % 64] + more[63 - i]
+
+
+def test_a_local_array_of_numba_s():
+    """And a generic load of an array of the launch's, which lies above it."""
+    x = np.arange(512, dtype=np.float32).reshape(64, 8)
+    y, lane = np.zeros(64, np.float32), np.arange(64)
+    emulate(with_local_array, (1, 1, 1), 64, (x, y))
+    n = x[:, 0].astype(int)
+    assert (y == 10 * x[lane, n % 8] + 1000 * x[lane, (n + 1) % 8] * np.where(lane % 3, 10, 1)).all()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_shared_array_of_numba_s(arch):
+    x = np.arange(256, dtype=np.float32).reshape(64, 4)
+    y, lane, plan = np.zeros(64, np.float32), np.arange(64), shared(more=sv(64, fp32))
+    emulate(with_shared_arrays, (1, 1, 1), 64, (x, y), plan, arch=arch)
+    assert (y == x[63 - lane, 0] + x[lane ^ 32, 1] * ((lane + 1) % 2) + x[63 - lane, 2]).all()
+
+
+def test_a_race_in_a_shared_array_of_numba_s():
+    @cuda.jit
+    def racing(x, y):
+        s = cuda.shared.array(64, float32)
+        s[cuda.threadIdx.x] = x[cuda.threadIdx.x]
+        y[cuda.threadIdx.x] = s[63 - cuda.threadIdx.x]
+
+    arrays = np.ones(64, np.float32), np.ones(64, np.float32)
+    stops("race", "writes shared memory, and nothing orders this after the read", emulate, racing, (1, 1, 1), 64, arrays)
 
 
 # ---- memory and its limits -------------------------------------------------------------------------------------------

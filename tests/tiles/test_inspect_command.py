@@ -5,8 +5,9 @@ import sys
 import textwrap
 
 import pytest
+from inspected import plan
 
-from tiles import bf16, fp32, rt, st
+from tiles import bf16, fp32, rt, shared, st
 from tiles.__main__ import main as tiles_main
 from tiles.arguments import FLOAT, INT, array, tiled
 from tiles.inspect import Inspection, command
@@ -14,6 +15,7 @@ from tiles.inspect.code import Line
 from tiles.inspect.command import find, main
 from tiles.line_table import Place
 
+small = shared(a=st(16, 16, bf16))
 SOURCE = """
 import numpy as np
 from numba import cuda
@@ -104,6 +106,46 @@ def test_a_module_goes_as_well():
 def test_what_is_wrong_is_said(kernel, words, file, capsys):
     assert main([f"{file}:{kernel}"]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kernel", ["product", "factory(plan)", "of_a_loop", "other"])
+def test_the_plan_that_a_kernel_opens_counts(kernel, tmp_path, capsys):
+    """Without being said, where the code names it."""
+    (tmp_path / "opens.py").write_text(
+        "from inspected import T, array, bf16, cuda, load, other, plan, product, rt, shared, st, store\n"
+        "small = shared(a=st(16, 16, bf16))\n"
+        "def factory(p):\n"
+        "    @cuda.jit\n"
+        "    def made(x: array(2)):\n"
+        "        a, b = p.open()\n"
+        "        store(x, load(a, rt(64, 64, bf16)), (0, 0))\n"
+        "    return made\n"
+        "@cuda.jit\n"
+        "def of_a_loop(x: array(2)):\n"
+        "    for i in range(x.shape[0]):\n"
+        "        x[i, 0] = 0.0\n"
+        "    (a,) = small.open()\n"
+    )
+    assert (
+        main([f"{tmp_path}/opens.py:{kernel}", "--args", "array(2), array(2)" if kernel == "other" else "array(2)", "--json"])
+        == 0
+    )
+    expected = {"other": 0, "of_a_loop": small.nbytes}.get(kernel, plan.nbytes)
+    assert json.loads(capsys.readouterr().out)["shared_bytes"] == expected
+    if kernel == "product":  # what is said counts
+        assert main([f"{tmp_path}/opens.py:product", "--args", "array(2)", "--shared", "4096", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["shared_bytes"] == 4096
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--arch hopper", "--arch: arch must look like sm_80 or sm_90a, got 'hopper'"),
+    ("--arch sm_75", "--arch: arch must be one of sm_80, sm_86,"), ("--arch sm_999", "got 'sm_999'"),
+    ("--diff sm_999", "--diff: arch must be one of sm_80,"), ("--html {file}/page.html", "--html: [Errno 20] Not a directory"),
+])  # fmt: skip
+def test_a_wrong_option_is_no_traceback(words, message, file, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([f"{file}:declared", *words.format(file=file).split()])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_neither_file_nor_kernel(capsys):

@@ -1,6 +1,7 @@
 """tiles/inspect: figures, instructions beside their lines, two versions compared, and what is remembered."""
 
 import inspect as python
+import linecache
 from html.parser import HTMLParser
 
 import numpy as np
@@ -10,13 +11,14 @@ from kernels import copies
 from numba import cuda
 
 import tiles
-from tiles import bf16, st
+from ops import load, store
+from tiles import bf16, fp32, rt, st
 from tiles.arguments import INT, array, tiled
 from tiles.compiler import Compiled, CompileError, Lowered, compile_kernel
 from tiles.inspect import figures as look
 from tiles.inspect.code import function_at
 from tiles.inspect.compare import Row, aligned
-from tiles.inspect.occupancy import LIMITS, Occupancy, occupancy
+from tiles.inspect.occupancy import Occupancy, occupancy
 from tiles.line_table import Place
 
 MATRIX = np.zeros((16, 16), np.float32)
@@ -170,6 +172,19 @@ def test_wrong_arguments():
         tiles.inspect(plain, MATRIX, MATRIX, arch="hopper")
 
 
+@pytest.mark.parametrize("name", ["<ipython-input-3-abc>", "/tmp/ipykernel_12/345.py"])
+def test_a_notebook_s_cell(name, monkeypatch):
+    """Its lines are Python's to know, under a name that is no file; a notebook shows what print does."""
+    source = "@cuda.jit\ndef scaled(x: array(2)):\n    store(x, load(x, T, (0, 0)) * 2.0, (0, 0))\n"
+    monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(True), name))
+    names = {"cuda": cuda, "array": array, "store": store, "load": load, "T": rt(16, 16, fp32)}
+    exec(compile(source, name, "exec"), names)
+    found = tiles.inspect(names["scaled"])
+    assert (name, 3) in found.counts and [one.first for one in found.sources] == [1]
+    assert "store(x, load(x, T, (0, 0)) * 2.0, (0, 0))" in str(found) == repr(found)
+    assert f"load in {name.rpartition('/')[2]}:3 `store(x" in found.listing("sass")
+
+
 # ---- occupancy -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arch, threads, registers, shared, expected", [  # as NVIDIA's calculator has it
     ("sm_90a", 128, 32, 0, Occupancy(16, 64, 64, ("registers", "warps"))),
@@ -190,7 +205,7 @@ def test_what_does_not_fit_is_said():
 
 
 def test_occupancy_of_an_unknown_gpu():
-    assert occupancy("sm_130", 128, 32, 0) is None and (9, 0) in LIMITS
+    assert occupancy("sm_130", 128, 32, 0) is None
 
 
 # ---- what ptxas refuses --------------------------------------------------------------------------------------------
@@ -236,7 +251,7 @@ def test_warnings_come_once_and_speak_of_the_kernel():
 
 
 # ---- what is remembered --------------------------------------------------------------------------------------------
-def test_figures_are_remembered(monkeypatch, tmp_path, settled, request):
+def test_figures_are_remembered(monkeypatch, tmp_path, request):
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
     compiled = []
 

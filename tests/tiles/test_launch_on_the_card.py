@@ -16,7 +16,7 @@ from kernels import copies, scale
 from numba import cuda
 
 import tiles
-from tiles import bf16, cache, st, tma
+from tiles import bf16, cache_files, st, tma
 
 ROOT = Path(__file__).parents[2]
 
@@ -265,7 +265,7 @@ def test_first_call_in_another_process(tmp_path, monkeypatch):
     times = [t for t, _ in outcomes]
     print(f"\nfirst call: compiled {times[0]:.3f} s, from disk {times[1]:.3f} and {times[2]:.3f} s")
     assert len({key for _, key in outcomes}) == 1 and outcomes[0][1] != "None"
-    assert len(cache.entries(tmp_path / "cache")) == 1
+    assert len(cache_files.entries(tmp_path / "cache")) == 1
     assert min(times[1:]) < 0.4
 
 

@@ -1,7 +1,7 @@
 """tiles/line_table.py: chains of lines, as PTX and nvdisasm tell them."""
 
 from tiles.emulator.text import read
-from tiles.line_table import Place, of_ptx, of_sass
+from tiles.line_table import APART, Place, of_ptx, of_sass
 
 PTX = """
 .visible .entry kernel()
@@ -45,8 +45,9 @@ def test_before_the_first_line_is_nowhere():
 
 
 def test_an_op_of_an_op_is_the_one_that_the_kernel_calls():
-    assert Place.of([("<cut>", 1), ("<round>", 2), ("k.py", 3)]) == Place((("k.py", 3),), "round")
-    assert Place.of([("<cut>", 1)]) == Place()
+    op = APART + 1
+    assert Place.of([("<cut>", op), ("<round>", op), ("k.py", 3)]) == Place((("k.py", 3),), "round")
+    assert Place.of([("<cut>", op)]) == Place()
 
 
 def test_the_emulator_names_the_helper_and_not_the_op():

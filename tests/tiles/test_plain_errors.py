@@ -3,6 +3,7 @@
 alike."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -387,6 +388,47 @@ def waits(x):
 def test_a_wait_s_tile_may_be_left():
     x = np.zeros((64, 64), np.float32)
     tiles.launch(cuda.jit(waits), 1, 128, shared=plan)(x)
+
+
+def written(tmp_path, source):
+    """The names of a module with this source."""
+    (tmp_path / "written_here.py").write_text("from numba import cuda\nfrom ops import load, store\n" + source)
+    names = {"T": T, "inlined": inlined}
+    exec(compile((tmp_path / "written_here.py").read_text(), str(tmp_path / "written_here.py"), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("backend", [launched, compiled])
+@pytest.mark.parametrize("mistake", ["load(x, T, (0, 0)) + 'text'", "load(x, T, (0, 0)).foo", "twice(load(x, T, (0, 0)))"])
+def test_a_lambda_s_line_stands_alone(mistake, backend, tmp_path):
+    """Not under the head of a function whose body has ended before."""
+    source = f"""
+twice = inlined(lambda t: t.nothing)
+
+def unrelated(y):
+    return y
+
+kernel = lambda x: store(
+    x, {mistake}, (0, 0)
+)
+"""
+    said = str(refused(backend, written(tmp_path, source)["kernel"]))
+    line, indent = ("twice = inlined(lambda t: t.nothing)", "") if "twice" in mistake else (f"    x, {mistake}, (0, 0)", "    ")
+    assert re.search(r'\n\nFile ".*written_here.py", line \d+:\n' + re.escape(f"{line}\n{indent}^"), said), said
+
+
+def test_the_head_is_that_of_the_function_round_it(tmp_path):
+    """Not of one inside it that comes before the line."""
+    source = """
+def kernel(x):
+    def inner(t):
+        return t
+
+    t = load(x, T, (0, 0))
+    store(x, t.foo, (0, 0))
+"""
+    said = str(refused(launched, written(tmp_path, source)["kernel"]))
+    assert "\ndef kernel(x):\n    <source elided>\n    t = load(x, T, (0, 0))\n    store(x, t.foo, (0, 0))\n    ^" in said, said
 
 
 def doubles(x):

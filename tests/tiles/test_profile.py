@@ -275,13 +275,16 @@ def test_command(tmp_path, capsys):
     assert "copy" in said and "2.05 kB" in said and "not measured" in said
     ElementTree.parse(tmp_path / "run.svg")
     for wrong, why in (
-        (f"{file}:no", "has no function no"),
-        ("run", "say file.py:function"),
-        (f"{file}x:run", "there is no file"),
+        ([f"{file}:no"], "has no function no"),
+        (["run"], "say file.py:function"),
+        ([f"{file}x:run"], "there is no file"),
+        ([f"{file}:run", "--block", "7"], "--block: no launch has a block 7 that is counted: grids are (1, 1, 1)"),
+        ([f"{file}:run", "--svg", f"{file}/run.svg"], "Not a directory"),
+        ([f"{file}:run", "--svg", str(tmp_path / "none.svg"), "--cycles", "9e9:"], "timeline: shows cycles from 9000000000.0"),
     ):
-        with pytest.raises(SystemExit):
-            main(["profile", wrong])
-        assert why in capsys.readouterr().err
+        with pytest.raises(SystemExit) as ended:
+            main(["profile", *wrong])
+        assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
 FILLED = Schema("filled", "x SD float32\nout SD float32 made")

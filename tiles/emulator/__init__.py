@@ -28,7 +28,7 @@ from ..interpreter.shadow import Agents
 from ..layout import LANES
 from . import arithmetic, barriers, copies, matrices, moves  # noqa: F401  # they fill the table
 from .flow import meets
-from .memory import Global, Shared
+from .memory import BASE, Global, Shared
 from .table import meaning
 from .text import Program, read
 from .warp import Warp
@@ -36,6 +36,7 @@ from .warp import Warp
 __all__ = ["Counts", "emulate", "forget", "program"]
 
 PARAMETERS = 1 << 40  # the address of a launch's parameter block; no array lies there
+ALIGN = 1024  # bytes: no variable asks for more
 MBARRIERS = 128  # how many a block may set up besides those of its plan
 
 
@@ -68,7 +69,9 @@ class _Block(Block):
 
     def __init__(self, cluster, rank, index, resident, smem):
         super().__init__(cluster, rank, index, resident)
-        self.shadow = Shared(smem.nbytes if smem else 0, self.agents)
+        declared, self.dynamic = cluster.program.shared_bytes, smem.nbytes if smem else 0  # bytes: the kernel's, the launch's
+        self.declared = -(-(BASE + self.dynamic) // ALIGN) * ALIGN  # where the kernel's lie
+        self.shadow = Shared(self.declared - BASE + declared if declared else self.dynamic, self.agents)
         self.mma_agents = [self.agents.new() for _ in range(self.size)]  # of each warp: none knows when another's is over
         self.ready = self.agents.new(), 1  # from its beginning on
         self.barriers_at, self.votes = {}, {}

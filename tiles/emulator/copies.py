@@ -32,7 +32,7 @@ def _(match, w, at):
         raise w.hazard(f"cp.async of {counts.max()} bytes into {size}")
     sources, memory = address(w, source)[lanes], w.block.cluster.memory
     if (sources % np.uint64(size))[counts > 0].any():
-        raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple")
+        raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple: copy fewer at once (piece=)")
     w._allowed(home.shadow.unwritable(w.asks(lanes), cells), "copies into shared memory")
     for n in {int(n) for n in counts} - {0}:
         memory._bytes(w, sources[counts == n], 1), memory._bytes(w, sources[counts == n] + np.uint64(n - 1), 1)

@@ -16,7 +16,8 @@ from ..layout import LANES
 LANE = np.arange(LANES, dtype=np.uint32)
 BARRIER = 4  # the state of a cell that belongs to an mbarrier
 WINDOW = 24  # an address in shared memory is rank << WINDOW | address in that block of the cluster, its own too
-LOCAL = 1 << 41  # where each thread's own memory begins, an address that no array has
+LOCAL, SHARED = 1 << 41, 1 << 42  # where generic addresses show each thread's own memory, and shared memory:
+SPAN = 1 << 32  # so many bytes each, at which no array lies
 BASE = 1024 + 16  # where dynamic shared memory begins: 16 bytes are all that a launch promises
 
 

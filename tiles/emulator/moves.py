@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..layout import LANES
-from .memory import BASE, LOCAL, WINDOW
+from .memory import BASE, LOCAL, SHARED, SPAN, WINDOW
 from .table import TYPES, into, literal, means, operand
 from .text import BYTES, Address, Imm, Name, Reg
 
@@ -37,8 +37,10 @@ def _special(w, name, width):
     block = w.block
     if name in w.program.parameters:
         return np.full(LANES, w.block.cluster.block_address + w.program.parameters[name][0], f"u{width}")
-    if name == "dynamic_smem":
+    if name in w.program.dynamic:
         return np.full(LANES, block.rank << WINDOW | BASE, f"u{width}")
+    if name in w.program.shared:
+        return np.full(LANES, block.rank << WINDOW | block.declared + w.program.shared[name], f"u{width}")
     if name in w.program.local:
         return np.full(LANES, LOCAL + w.program.local[name], f"u{width}")
     if name == "%tid.x":
@@ -47,16 +49,19 @@ def _special(w, name, width):
         return np.arange(LANES, dtype=np.uint32)
     cluster = block.cluster
     numbers = {"%ntid": (LANES * block.size, 1, 1), "%ctaid": block.index, "%nctaid": block.grid, "%tid": (0, 0, 0)}
-    numbers |= {"%cluster_ctarank": (block.rank,), "%cluster_nctarank": (cluster.size,)}
+    numbers |= {"%cluster_ctarank": (block.rank,), "%cluster_nctarank": (cluster.size,), "%dynamic_smem_size": (block.dynamic,)}
     register, _, axis = name.partition(".")
     if register not in numbers:
         raise NotImplementedError(f"no meaning for the special register {name}")
     return np.full(LANES, numbers[register]["xyz".index(axis or "x")], np.uint32)
 
 
-@means(r"cvta(?:\.to)?\.(param|global|shared|local)\.u64")
+@means(r"cvta(\.to)?\.(param|global|shared|local)\.u64")
 def _(match, w, at):
-    w.set(at.operands[0], w.get(at.operands[1]))
+    """Between a space's addresses and generic ones, which are the same but for shared memory."""
+    given = operand(at.operands[1], np.uint64)(w) if isinstance(at.operands[1], Reg) else _special(w, at.operands[1].name, 8)
+    shift = np.uint64(SHARED if match[2] == "shared" else 0)
+    w.set(at.operands[0], given - shift if match[1] else given + shift)
 
 
 # ---- ld, st --------------------------------------------------------------------------------------------------------
@@ -73,13 +78,6 @@ def _targets(given):
     return given if isinstance(given, list) else [given]
 
 
-def _spread(w, found, kind):
-    """(active lanes, bytes) as 32 numbers."""
-    out = np.zeros(LANES, kind)
-    out[w.mask] = np.ascontiguousarray(found).view(kind)[:, 0]
-    return out
-
-
 KINDS = r"(?:\.(v2|v4))?\.([subf](?:8|16|32|64))"
 ORDER = r"(?:\.(?:weak|volatile|relaxed|acquire|release|cta|gpu|sys|cluster))*(?:\.nc)?(?:\.L\d::\w+)*"
 
@@ -93,9 +91,28 @@ def _(match, w, at):
         into(w, to, np.full(LANES, np.frombuffer(piece, kind)[0]).view(_raw(kind)))
 
 
-def _is_own(w, space, where):
-    """Is this the threads' own memory, by the name of a space or, where none is named, by the address?"""
-    return space == ".local" or (space is None and len(w.program.local) > 0 and bool((where[w.mask] >= LOCAL).all()))
+def _in_spaces(w, space, where):
+    """Yields (space, addresses there) with those active lanes that reach into it: of a generic address, which names no space,
+    the lanes may reach into several, and take turns."""
+    if space or not (where - np.uint64(LOCAL) < SHARED + SPAN - LOCAL)[w.mask].any():
+        yield space or ".global", where
+        return
+    active, full = w.mask, w.full
+    shared, local = where - np.uint64(SHARED) < SPAN, where - np.uint64(LOCAL) < SPAN  # unsigned: what is less is far above
+    for space, lanes, there in (
+        (".global", ~(shared | local), where), (".local", local, where), (".shared", shared, where - np.uint64(SHARED)),
+    ):  # fmt: skip
+        if (mine := active & lanes).any():
+            w.mask, w.full = mine, bool(mine.all())
+            yield space, there
+    w.mask, w.full = active, full
+
+
+def _reach(w, space, given):
+    """The same for an operand."""
+    if space and space.startswith(".shared"):
+        return [(".shared", address(w, given, np.uint32))]
+    return _in_spaces(w, space, address(w, given))
 
 
 def _raw(kind):
@@ -108,28 +125,30 @@ def _(match, w, at):
     space, vector, name = match.groups()
     targets, source = _targets(at.operands[0]), at.operands[1]
     kind, size = _raw(TYPES[name]), BYTES[name]
-    if space and space.startswith(".shared"):
-        found = w.read_shared(address(w, source, np.uint32), size * len(targets), plain=True)
-    elif _is_own(w, space, where := address(w, source)):
-        found = w.local[w.own_bytes(where, size * len(targets))]
-    else:
-        found = w.block.cluster.memory.load(w, where[w.mask], size * len(targets))
+    found = np.zeros((LANES, size * len(targets)), np.uint8)
+    for place, where in _reach(w, space, source):
+        if place == ".shared":
+            found[w.mask] = w.read_shared(where.astype(np.uint32), found.shape[1], plain=True)
+        elif place == ".local":
+            found[w.mask] = w.local[w.own_bytes(where, found.shape[1])]
+        else:
+            found[w.mask] = w.block.cluster.memory.load(w, where[w.mask], found.shape[1])
     for k, to in enumerate(targets):
-        into(w, to, _spread(w, found[:, k * size : (k + 1) * size], kind))
+        into(w, to, np.ascontiguousarray(found[:, k * size : (k + 1) * size]).view(kind)[:, 0])
 
 
 @means(rf"st(\.global|\.local|\.shared(?:::cta|::cluster)?)?{ORDER}{KINDS}")
 def _(match, w, at):
     space, vector, name = match.groups()
     to, values = at.operands[0], _targets(at.operands[1])
-    parts = [operand(v, f"u{BYTES[name]}")(w)[w.mask][:, None].view(np.uint8) for v in values]
-    values = np.concatenate(parts, 1)
-    if space and space.startswith(".shared"):
-        w.write_shared(address(w, to, np.uint32), values)
-    elif _is_own(w, space, where := address(w, to)):
-        w.local[w.own_bytes(where, values.shape[1])] = values
-    else:
-        w.block.cluster.memory.store(w, where[w.mask], values)
+    values = np.concatenate([operand(v, f"u{BYTES[name]}")(w)[:, None].view(np.uint8) for v in values], 1)
+    for place, where in _reach(w, space, to):
+        if place == ".shared":
+            w.write_shared(where.astype(np.uint32), values[w.mask])
+        elif place == ".local":
+            w.local[w.own_bytes(where, values.shape[1])] = values[w.mask]
+        else:
+            w.block.cluster.memory.store(w, where[w.mask], values[w.mask])
 
 
 @means(rf"red{ORDER}\.global{ORDER}\.add\.(f32|u32)")

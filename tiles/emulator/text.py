@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..line_table import is_op
+from ..line_table import is_op, python_file
 
 _TOKEN = re.compile(
     r"\s+|//[^\n]*"
@@ -21,7 +21,8 @@ _TOKEN = re.compile(
 )
 _STATEMENT = re.compile(r"(?:@(?P<no>!?)(?P<guard>[\w%$]+)\s+)?(?P<opcode>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
-_LOCAL = re.compile(r"\.local\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
+_VARIABLE = re.compile(r"\.(local|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
+_BEFORE = re.compile(r"^[ \t]*(?P<extern>\.extern\s+)?(?P<variable>\.shared\s[^;]*);", re.MULTILINE)  # the entry
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.DOTALL)
 BYTES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
@@ -74,7 +75,8 @@ class Instruction:
 @dataclass
 class Program:
     """A kernel's text, read. parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in a thread's
-    own memory, of local_bytes. widths: of each register. runs: the function that executes each instruction. meets: for each
+    own memory, of local_bytes. shared: the same of what the kernel itself declares in shared memory. dynamic: names of the
+    memory that a launch adds. widths: of each register. runs: the function that executes each instruction. meets: for each
     instruction, where lanes that diverge there meet again. with_lines: compiles the same instructions with a table of lines, if
     these have none."""
 
@@ -82,6 +84,9 @@ class Program:
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
     local: dict[str, int] = field(default_factory=dict)
     local_bytes: int = 0
+    shared: dict[str, int] = field(default_factory=dict)
+    shared_bytes: int = 0
+    dynamic: set[str] = field(default_factory=set)
     widths: list[int] = field(default_factory=list)
     code: list[Instruction] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
@@ -145,6 +150,11 @@ def read(text: str) -> Program:
         at = -(-at // min(size, 64)) * min(size, 64)  # a number lies at a multiple of its size, a map of 64 bytes
         program.parameters[name] = at, size
         at += size
+    for found in _BEFORE.finditer(text, 0, entry.start()):
+        if found["extern"]:
+            program.dynamic.update(re.findall(r"([\w$]+)\s*\[\s*\]", found["variable"]))
+        else:
+            _variable(program, found["variable"])
     scope, place = _Scope(), ("?", 0)
     jumps: list[tuple[Instruction, _Scope, str]] = []
     number, position = text.count("\n", 0, entry.end()) + 1, entry.end()
@@ -154,7 +164,8 @@ def read(text: str) -> Program:
             raise ValueError(f"PTX line {number}: {text[position : position + 60]!r}")
         if token["loc"]:
             file = files.get(token["file"], "?")
-            place = (file, int(token["line"])) if token["line"] != "0" and not is_op(file) else place
+            line = int(token["line"])
+            place = (python_file(file), line) if line and not is_op(file, line) else place
         elif token["open"]:
             scope = _Scope(scope)
         elif token["close"]:
@@ -180,13 +191,9 @@ def _statement(program, scope, text, number, place, jumps):
             else:
                 scope.declare(program, name, BYTES[kind])
         return
-    if found := _LOCAL.fullmatch(text):
-        align, kind, name, count = found.groups()
-        program.local[name] = at = -(-program.local_bytes // int(align or 1)) * int(align or 1)
-        program.local_bytes = at + BYTES[kind] * int(count or 1)
-        return
     if text.startswith("."):
-        return  # .pragma and its like
+        _variable(program, text)  # or .pragma and its like
+        return
     match = _STATEMENT.fullmatch(text)
     guard = match["guard"] and scope.register(program, match["guard"])
     opcode, operands = match["opcode"], match["operands"].strip()
@@ -196,6 +203,16 @@ def _statement(program, scope, text, number, place, jumps):
     else:
         made.operands = [_operand(program, scope, part) for part in _split(operands)] if operands else []
     program.code.append(made)
+
+
+def _variable(program, text):
+    """The place of a variable in a thread's own memory or in shared memory, if this declares one."""
+    if found := _VARIABLE.fullmatch(text.strip()):
+        space, align, kind, name, count = found.groups()
+        step, end = int(align or BYTES[kind]), getattr(program, f"{space}_bytes")
+        at = -(-end // step) * step
+        getattr(program, space)[name] = at
+        setattr(program, f"{space}_bytes", at + BYTES[kind] * int(count or 1))
 
 
 def _split(text):

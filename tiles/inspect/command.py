@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from numba.cuda.core.errors import NumbaError
 
 from .. import arguments, dtypes, launch
-from ..compiler import title
+from ..compiler import check_arch, title
 from .figures import Figures
 from .report import ARCH, Inspection, inspect
 
@@ -146,7 +146,7 @@ def _figures(found):
 
 
 def main(arguments) -> int:
-    """The command line; the exit code is 1 if there is nothing to look at."""
+    """The command line; the exit code is 1 if there is nothing to look at, and 2 if an option is wrong."""
     words, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="python -m tiles inspect", description=words, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,16 +162,24 @@ def main(arguments) -> int:
     parser.add_argument("--json", action="store_true", help="figures for machines")
     parser.add_argument("--diff", metavar="OTHER", help="what differs from another FILE:KERNEL, or from another architecture")
     options = parser.parse_args(arguments)
+    diff = re.fullmatch(r"sm_\w+", options.diff or "") and options.diff
+    for option, arch in ("--arch", options.arch), ("--diff", diff):
+        try:
+            check_arch(arch or ARCH)
+        except ValueError as error:
+            parser.error(f"{option}: {error}")
     try:
         found: Any = _look(options.kernel, options)
         if options.diff:
-            arch = re.fullmatch(r"sm_\w+", options.diff) and options.diff
-            found = found - _look(options.kernel if arch else options.diff, options, arch)
+            found = found - _look(options.kernel if diff else options.diff, options, diff)
     except (ValueError, TypeError, NameError, RuntimeError, ImportError, OSError, SyntaxError, NumbaError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if options.html:
-        Path(options.html).write_text(found.html(), encoding="utf-8")
+        try:
+            Path(options.html).write_text(found.html(), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"--html: {error}")
         print(options.html)
     elif options.json:
         both = {"before": found.before, "after": found.after} if options.diff else None

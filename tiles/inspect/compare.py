@@ -36,7 +36,7 @@ def aligned(before: list, after: list, key) -> Iterator[Row]:
             yield from (Row(None, one) for one in after[k:m])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Difference:
     """What `after - before` gives for two inspections."""
 
@@ -83,6 +83,8 @@ class Difference:
             mark = row.mark if None in row else "~" if counts[0] != counts[1] else " "
             parts.append(f"{mark} {counts[0]:>6} {counts[1]:>6}  {(row.before or row.after)[1]}".rstrip())
         return "\n".join(parts)
+
+    __repr__ = __str__  # what a notebook shows
 
     def listing(self, kind: str = "sass") -> str:
         """All instructions as a diff, under the lines of Python that they come from."""

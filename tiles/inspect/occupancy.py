@@ -2,28 +2,13 @@
 
 from typing import NamedTuple
 
-from ..compiler import capability
 from ..layout import LANES
+from ..targets import MULTIPROCESSORS, RESERVED, capability
 
 REGISTERS = 64 * 1024  # of a multiprocessor, 32 bits each; in four quarters, of which a warp lies in one
 QUARTERS = 4
 UNIT = 256  # registers that a warp takes are a multiple of this many,
-SHARED_UNIT = 128  # and bytes of shared memory that a block takes, of this many,
-RESERVED = 1024  # these included, which the system keeps in each block
-
-# What a multiprocessor holds: (warps, blocks, KiB of shared memory). From the CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability"; blocks, shared memory and the units above also stand in CUDA's cuda_occupancy.h.
-LIMITS = {
-    (8, 0): (64, 32, 164),
-    (8, 6): (48, 16, 100),
-    (8, 7): (48, 16, 164),
-    (8, 9): (48, 24, 100),
-    (9, 0): (64, 32, 228),
-    (10, 0): (64, 32, 228),
-    (10, 3): (64, 32, 228),
-    (12, 0): (48, 24, 100),
-    (12, 1): (48, 24, 100),
-}
+SHARED_UNIT = 128  # and bytes of shared memory that a block takes, the reserved ones included, of this many
 
 
 class Occupancy(NamedTuple):
@@ -44,7 +29,7 @@ class Occupancy(NamedTuple):
 def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occupancy | None:
     """For blocks of so many threads, of so many registers each, with so much shared memory; None for an architecture whose
     limits are not known here."""
-    limits = LIMITS.get(capability(arch)[:2])
+    limits = MULTIPROCESSORS.get(capability(arch)[:2])
     if limits is None:
         return None
     most, blocks, kilobytes = limits

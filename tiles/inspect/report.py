@@ -13,7 +13,10 @@
 is launched without: of few kernels the instructions are then others, or in another order.
 """
 
+import dis
+import itertools
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import basename
@@ -25,6 +28,7 @@ from ..arguments import parameter, parameters, same_place, signature, types_of
 from ..compiler import Lowered
 from ..device import device
 from ..numba_types import Value
+from ..shared import shared as Plan
 from ..types import gl
 from .code import Line, Source, function_at, mnemonic, of_cubin, of_ptx
 from .compare import Difference
@@ -36,7 +40,7 @@ STANDS = types.Type, gl  # what stands for an argument
 TOP = 4  # mnemonics shown of a line
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection(Figures):
     """What `tiles.inspect` finds: the figures, and every instruction of the machine code (sass) and of the PTX that it is
     assembled from (ptx), with its place."""
@@ -74,6 +78,8 @@ class Inspection(Figures):
                 parts.append(f"{number:5} {sum(kinds.values()) or '':5}  {f'{line:{width}}  {top}' if top else line}".rstrip())
         return "\n".join(parts)
 
+    __repr__ = __str__  # what a notebook shows
+
     def listing(self, kind: str = "sass") -> str:
         """All instructions, "sass" or "ptx", under their lines of Python."""
         parts, last = [], None
@@ -98,8 +104,9 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
 
     args: as `tiles.launch` takes them, or types from tiles.arguments instead (`array(2, bf16)`, `tiled(tile)`, INT, FLOAT);
     none, if the kernel's own parameters are annotated with them. arch: by default that of the GPU that holds the arrays,
-    else sm_90a. shared: the plan, block: the threads, as the launch has them; both matter for occupancy only. Without block
-    the threads are those of the kernel's launch_bounds, if it has any.
+    else sm_90a. shared: the plan, block: the threads, as the launch has them; both matter for occupancy only. Without shared
+    the plan is the one that the kernel opens by a name, plan.open(); without block the threads are those of the kernel's
+    launch_bounds, if it has any.
 
     TypeError, ValueError: an argument is wrong. CompileError: ptxas or the linker refuse the kernel."""
     if not hasattr(kernel, "py_func"):
@@ -110,9 +117,21 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
     arch = arch or (ARCH if home is None else device(home).arch)
     lowered = Lowered(kernel, given, arch, lines=True)
     compiled = lowered.machine_code()
-    found = measured(kernel, arch, compiled, shared)
+    found = measured(kernel, arch, compiled, opened_plan(kernel.py_func) if shared is None else shared)
     ptx = of_ptx(lowered.ptx(), lowered.name)
     return Inspection(**found, threads=threads(block), sass=of_cubin(compiled.cubin), ptx=ptx)
+
+
+def opened_plan(function) -> Plan | None:
+    """The plan that a kernel's function opens, where its code says `plan.open()` of a global or of a name of the function round
+    it; None if it opens none so."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    for name, method in itertools.pairwise(dis.get_instructions(function)):
+        with suppress(ValueError):  # a cell without a value yet
+            plan = cells[name.argval].cell_contents if name.argval in cells else function.__globals__.get(name.argval)
+            if method.argval == "open" and isinstance(plan, Plan):
+                return plan
+    return None
 
 
 def _given(kernel, args) -> tuple[tuple[types.Type, ...], int | None]:

@@ -2,15 +2,28 @@
 
 import numpy as np
 
+from ..cp_async import pieces_of
+
 
 def misaligned(array, at, cols, piece):
     """Why an array cannot be copied in pieces of `piece` bytes from index `at` on, or None."""
-    steps = [stride for axis, stride in enumerate(array.strides) if axis != cols and array.shape[axis] > 1]
-    if array.strides[cols] != array.itemsize or any(step % piece for step in steps) or array.ctypes.data % piece:
+    if array.strides[cols] != array.itemsize or any(step % piece for step in _steps(array, cols)):
         return f"the array (strides {array.strides}, address {array.ctypes.data:#x}) is not aligned to {piece} bytes"
     if at[cols] * array.itemsize % piece:
         return f"column {at[cols]} does not begin at a multiple of {piece} bytes"
     return None
+
+
+def _steps(array, cols):
+    """What must be multiples of a piece: the array's address, and its strides but for that along `cols`."""
+    steps = [stride for axis, stride in enumerate(array.strides) if axis != cols and array.shape[axis] > 1]
+    return [array.ctypes.data, *steps]
+
+
+def remedy(array, at, cols):
+    """How an array is copied that is not aligned to the pieces that were asked for."""
+    fits = [n for n in pieces_of(array.itemsize) if not misaligned(array, at, cols, n)]
+    return f"piece={fits[0]} copies it" if fits else "load and store it"
 
 
 def cut(array, at, shape, rows, cols):

@@ -9,7 +9,7 @@ from greenlet import getcurrent, greenlet
 from ..layout import WARPGROUP
 from ..types import sv
 from .accesses import READ, WRITE
-from .copies import cut, inside, misaligned
+from .copies import cut, inside, misaligned, remedy
 from .hazard import Hazard, Place
 from .record import Issued, Started, Waited, note
 from .shadow import FILLING, VALID, Event, span
@@ -242,7 +242,7 @@ class Warp(greenlet):
         rows, cols = rows % source.ndim, cols % source.ndim
         self.touches(source, READ)
         if why := misaligned(source, at, cols, piece):
-            raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
+            raise self.hazard(f"copy in pieces of {piece} bytes: {why}; {remedy(source, at, cols)}")
         for axis, (index, size) in enumerate(zip(at, source.shape)):
             if axis not in (rows, cols) and not 0 <= index < size:
                 raise self.hazard(f"index {index} is out of range for axis {axis} of an array of shape {source.shape}")
@@ -282,8 +282,8 @@ class Warp(greenlet):
         if isinstance(tile.spec, sv):  # as tiles of one column
             values, view = self.from_pages(np.asarray(pool)[..., None], found, (*at, 0), last, own, 1)
             return self._copies(tile, own, lambda: values()[:, 0], view)
-        if why := misaligned(pool, (0, 0, *at[1:]), pool.ndim - 1, piece):
-            raise self.hazard(f"copy in pieces of {piece} bytes: {why}")
+        if why := misaligned(pool, where := (0, 0, *at[1:]), pool.ndim - 1, piece):
+            raise self.hazard(f"copy in pieces of {piece} bytes: {why}; {remedy(pool, where, pool.ndim - 1)}")
         self._copies(tile, own, *self.from_pages(np.asarray(pool), found, at, last, own, tile.spec.cols))
 
     def from_pages(self, array, found, at, last, own, cols):

@@ -35,11 +35,20 @@ def main(arguments) -> int:
     if timeline := found.timeline:
         print(timeline)
         if given.svg:
-            timeline.save(given.svg, *shown)
+            try:
+                timeline.save(given.svg, *shown)
+            except (OSError, ValueError) as error:
+                parser.error(str(error))
             print(f"  drawn: {given.svg}")
+    elif block:
+        parser.error(f"--block: no launch has a block {given.block} that is counted: grids are {_grids(found)}")
     if found.peaks and not given.no_ncu:
         _ncu(given.target)
     return 0
+
+
+def _grids(found):
+    return ", ".join(dict.fromkeys(str(launched.grid) for launched in found.launches))
 
 
 def find(target: str):

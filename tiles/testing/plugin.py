@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ..device import device, supported
+from ..device import device
 from ..dtypes import dtype, fp32
+from ..targets import supported
 from .backends import HUNG, gpu, meaning, ptx
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)

@@ -27,6 +27,7 @@ from numpy import float32, int32
 from ops import divmod, load, log2, store, subtile, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import LARGE
 
 from .gates import ALONG, ROWS, TILE, ByHead, BySteps, ByToken, Gate
 from .results import Outputs, Result, forms
@@ -34,7 +35,6 @@ from .tokens import CHUNK, COLUMNS, Sequences, assigned
 
 WIDE = 128  # key dim, beyond which a state would take half of a consumer's registers: two have half of the keys each
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, resident) -> those of producer, consumer
-SHARED_BYTES = 227 * 1024
 SUMMING = warpgroup.WARPGROUP - 1  # warps of the producer that sum up gates, a chunk each in turn
 SMALL = 4 * 1024  # bytes of what else is in shared memory: gates and barriers
 STAGES = 3  # chunks in flight, if shared memory has room for so many
@@ -94,7 +94,7 @@ class Config:
         keys, values = self.parts * self.key.nbytes, self.consumers * self.value.nbytes
         chunk = (1 + self.result.outputs) * keys + (1 + self.result.silu) * values
         kept = self.consumers * keys + values + self.handed.nbytes + SMALL
-        return min(STAGES, (SHARED_BYTES - kept) // chunk)
+        return min(STAGES, (LARGE - kept) // chunk)
 
     def __str__(self):
         size = f"Dk {self.key_dim} {self.dtype}", f"{COLUMNS * self.consumers} columns"

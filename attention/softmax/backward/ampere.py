@@ -25,8 +25,8 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
+from tiles.targets import LARGE, SMALL, capability, shared_bytes
 
-from ..ampere import LARGE, ROOM, SHARED_BYTES
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig, padded_dim
@@ -119,7 +119,7 @@ def config_for(
     variant: Variant,
     piece: int = 16,
     value_dim: int | None = None,
-    room: int = SHARED_BYTES,
+    room: int = SMALL,
     shape: Shape | None = None,
     **kind: Any,
 ) -> Config:
@@ -135,7 +135,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        config = config_for(head_dim, of, variant, piece, room=ROOM.get(arch, SHARED_BYTES))
+        config = config_for(head_dim, of, variant, piece, room=shared_bytes(capability(arch)))
         yield from (config, replace(config, alone=True))
         if arch == "sm_90a":
             for _, _, shape in SHORT.get(head_dim, []):

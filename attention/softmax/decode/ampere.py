@@ -36,6 +36,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
+from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, has_fp8, shared_bytes
 
 from ..norms import Normed
 from ..online import LOWEST, TINY, Softmax
@@ -111,22 +112,20 @@ SHAPES = {  # padded head_dim: (keys, warps, stages, resident)
     256: (16, 4, 2, 1),
 }
 ROOMS = {  # bytes of shared memory that a block may have: other shapes. A multiprocessor has little more than one such block
-    99 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
-    163 * 1024: {},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
+    SMALL: {64: (32, 4, 2, 1), 96: (16, 4, 3, 1), 128: (16, 4, 2, 1), 192: (16, 2, 3, 1), 256: (16, 2, 2, 1)},
+    MEDIUM: {},
+    LARGE: {64: (32, 4, 3, 2), 96: (16, 4, 4, 2), 128: (16, 4, 3, 2), 192: (16, 4, 2, 2), 256: (16, 4, 3, 1)},
 }
 SHARED = {128: (32, 4, 2, 1)}  # the same of dense caches of 16 bits, and of shares, where a block begins and ends several times
 PLAIN = {96: (32, 4, 2, 1), 192: (32, 4, 2, 1)}  # and of plain attention over dense caches alone
 NARROW = {128: (32, 4, 3, 2)}  # and of fp8 where a sequence is parted; timed of descales of heads over dense caches alone
 SHARED_TALL = {128: (32, 4, 2, 1)}  # and of tiles of twice as many rows; timed of plain attention over dense caches alone
 TALL = {  # the same of tiles of twice as many rows, where they serve: half of all warps' parts of O must fit where values were
-    99 * 1024: {64: (32, 4, 2, 1)},
-    163 * 1024: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
-    227 * 1024: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
+    SMALL: {64: (32, 4, 2, 1)},
+    MEDIUM: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
+    LARGE: {64: (32, 4, 3, 2), 96: (16, 4, 4, 1), 128: (16, 4, 4, 1)},
 }
-LEAST, LARGE = min(ROOMS), max(ROOMS)
 NORMS = (RmsOfRows(True), ByRms()), (LayerOfRows(False), ByLayer())  # of queries and of keys
-ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # elsewhere the least
 
 
 def config_for(
@@ -141,13 +140,13 @@ def config_for(
     room = max(r for r in ROOMS if r <= room)
     short, high, dim = SHAPES | ROOMS[room], TALL[room], max(padded, wide)
     plain = type(variant) is Variant and type(product) is Same and type(cache) is Dense and keys_norm is AS_THEY_ARE
-    if room == LARGE and not brief and (split is Shares or (type(product) is Same and type(cache) is Dense)):
+    if room >= LARGE and not brief and (split is Shares or (type(product) is Same and type(cache) is Dense)):
         short |= SHARED | (PLAIN if plain else {})
-    if room == LARGE and split is Shares and plain:
+    if room >= LARGE and split is Shares and plain:
         high = high | SHARED_TALL
     tall = tall and keys_norm.slim and dim in high
     band, (keys, warps, stages, resident) = (2 * BAND, high[dim]) if tall else (BAND, short[dim])
-    parted = split is Parted and room == LARGE and band == BAND and dim in NARROW
+    parted = split is Parted and room >= LARGE and band == BAND and dim in NARROW
     if parted and type(product) is Narrow and type(cache) is Dense:
         keys, warps, stages, resident = NARROW[dim]
     elif product.held.itemsize == 1:  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
@@ -166,22 +165,20 @@ def either(of: dtype, piece: int) -> Either:
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with: for bf16, one token and whole pieces, or for `everything`. fp16
     takes as many registers as bf16."""
-    plain, room = Variant(), ROOM.get(arch, LEAST)
-    early = arch >= "sm_90"
+    plain, target = Variant(), capability(arch)
+    room, early, fp8 = shared_bytes(target), has_early_launch(target), has_fp8(target)
     kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
     kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
     if everything:
         kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
-    forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * (
-        arch not in ("sm_80", "sm_86")
-    )
+    forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * fp8
     if everything:
         forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
         config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
         for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
-    if arch not in ("sm_80", "sm_86"):  # keys that have numbers of their own
+    if fp8:  # keys that have numbers of their own
         by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
         dense, part = Dense(piece), Part(bf16, piece)
         found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, early, False, room))
@@ -202,7 +199,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
         read = Reach(False, True, False), Dense(PIECES[0]), either(bf16, PIECES[0])
         for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
-            if keys.slim or dim < max(SHAPES) or room > LEAST:  # but for what spills 32 bytes
+            if keys.slim or dim < max(SHAPES) or room > SMALL:  # but for what spills 32 bytes
                 normed = Same(bf16), Normed(rows), *read, plain, Shares, early, tall, room
                 found.append(config_for(dim, dim, *normed, keys_norm=keys))
     yield from dict.fromkeys(found)

@@ -13,6 +13,7 @@ from ops import col_sum, divmod, exp2, grid, load, log2, maximum, row_index, sto
 from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
+from tiles.targets import capability, has_early_launch
 
 from ..online import LN2, LOWEST, TINY
 from ..variants import At, Variant
@@ -42,7 +43,7 @@ class Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    early, shared = arch >= "sm_90", Shares(Reach(False, False, False), 64)
+    early, shared = has_early_launch(capability(arch)), Shares(Reach(False, False, False), 64)
     yield from (Config(of, Variant(), split, early) for of in (bf16, fp16)[: 1 + everything] for split in (Parted(), shared))
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tiles.arrays import Operand
-from tiles.device import hopper as is_hopper
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.program import Plan, Step
 from tiles.schema import Problem
+from tiles.targets import has_early_launch, has_fp8, is_hopper
 
 from ...cache import append as appending
 from ...cache import write_kernel
@@ -33,7 +33,7 @@ from .tokens import Alike, OneBehindTheOther
 
 TILES = "q", "k", "v", "out"
 BRIEF, MANY = 1024, 8  # keys, and blocks a multiprocessor: of so many short sequences one's beginning hides another's end
-FP8, SINCE_FP8, LEAST_PIECE = "float8_e4m3fn", (8, 9), 4  # copies by cp.async take so many bytes at least
+FP8, LEAST_PIECE = "float8_e4m3fn", 4  # copies by cp.async take so many bytes at least
 
 
 class Asked(NamedTuple):
@@ -142,7 +142,7 @@ def of_few(
     reach, of_keys, seen = _reach(problem, asked, most_keys)
     of_keys |= before.told
     variant, sums, unit, of_scores, of_sums = _scores(problem, asked, norms)
-    early, whole = is_hopper(gpu.capability), Whole(dtype, piece)
+    early, whole = has_early_launch(gpu.capability), Whole(dtype, piece)
     lie, part, each = (
         (OneBehindTheOther, PartOfPacked(dtype, piece), -(-rows // sequences)) if packed else (Alike, Part(dtype, piece), rows)
     )
@@ -267,7 +267,7 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
         if scaled:
             raise ValueError(f"k_descale: is for a cache of float8_e4m3fn: k.dtype={held!r}")
         return Same(dtype), {}
-    if gpu.capability < SINCE_FP8:
+    if not has_fp8(gpu.capability):
         raise ValueError(f"k: a cache of float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if problem.bytes_at_once("k", "v") < LEAST_PIECE:
         raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {LEAST_PIECE} bytes")

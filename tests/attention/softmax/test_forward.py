@@ -18,6 +18,7 @@ from attention.softmax.sequences import Batched, Packed
 from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16
 from tiles.cp_async import PIECES
+from tiles.targets import LARGE, SMALL
 
 FP16 = np.dtype(np.float16)
 pytestmark = pytest.mark.usefixtures("family")
@@ -247,10 +248,10 @@ def test_every_head_dim_has_a_configuration_that_fits():
         for causal in (False, True):
             for room, piece in itertools.product(ampere.ROOMS, PIECES):
                 config = ampere.config_for(head_dim, bf16, CAUSAL if causal else FULL, room, piece)
-                assert config.head_dim >= head_dim and ampere.make(config)[1].nbytes <= ampere.SHARED_BYTES, config
+                assert config.head_dim >= head_dim and ampere.make(config)[1].nbytes <= SMALL, config
             config = hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, 1000)
             _, smem = hopper.make(config)
-            assert config.head_dim >= head_dim and smem.nbytes <= hopper.SHARED_BYTES, config
+            assert config.head_dim >= head_dim and smem.nbytes <= LARGE, config
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192])

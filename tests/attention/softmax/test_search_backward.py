@@ -1,8 +1,8 @@
 """bench/search_backward.py: what is in use is among what the search finds."""
 
 from attention.softmax.backward import hopper, hopper_narrow
-from attention.softmax.hopper import SHARED_BYTES
 from bench import search_backward as search
+from tiles.targets import LARGE
 
 
 def test_what_is_in_use_fits():
@@ -12,7 +12,7 @@ def test_what_is_in_use_fits():
     ]
     for module, config in found:
         assert search.registers(module, config) < hopper.REGISTERS[1]
-        assert search.shared_bytes(module, config) <= SHARED_BYTES
+        assert search.shared_bytes(module, config) <= LARGE
 
 
 def test_a_configuration_is_forced_for_a_while():

@@ -1,0 +1,110 @@
+"""tiles/targets.py: what an architecture has follows from its capability, and nobody compares architectures as text."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from attention import inspect
+from attention.mla import ampere as mla_ampere
+from attention.mla import quantised as mla_quantised
+from attention.softmax import ampere
+from attention.softmax.backward import ampere as backward_ampere
+from attention.softmax.decode import ampere as decode_ampere
+from attention.softmax.decode import combine
+from attention.softmax.decode.caches import Dense, Paged
+from attention.softmax.decode.products import Narrow, Same
+from attention.softmax.decode.reach import Reach
+from attention.softmax.decode.results import Either, Part, Whole
+from attention.softmax.decode.splits import Parted, Shares
+from attention.softmax.variants import Variant
+from attention.softmax.visible_keys import FULL
+from fuse.cost import card_of
+from tiles import bf16, targets
+from tiles.targets import LARGE, MEDIUM, SMALL
+
+ROOT = Path(__file__).parents[1]
+HAS = {  # architecture: (wgmma, TMA, early launches, fp8, bytes of shared memory)
+    "sm_80": (False, False, False, False, MEDIUM),
+    "sm_86": (False, False, False, False, SMALL),
+    "sm_87": (False, False, False, False, MEDIUM),
+    "sm_89": (False, False, False, True, SMALL),
+    "sm_90": (True, True, True, True, LARGE),
+    "sm_90a": (True, True, True, True, LARGE),
+    "sm_100a": (False, True, True, True, LARGE),
+    "sm_103f": (False, True, True, True, LARGE),
+    "sm_120a": (False, True, True, True, SMALL),
+    "sm_999": (False, True, True, True, SMALL),
+}
+
+
+@pytest.mark.parametrize("arch", HAS)
+def test_what_an_architecture_has(arch):
+    of = targets.capability(arch)
+    for capability in (of, of[:2]):  # that of a name, and that of a GPU
+        questions = targets.is_hopper, targets.has_tma, targets.has_early_launch, targets.has_fp8, targets.shared_bytes
+        assert tuple(ask(capability) for ask in questions) == HAS[arch] and targets.supported(capability)
+    assert not targets.supported(targets.capability("sm_75"))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in HAS if arch != "sm_90"])
+def test_what_is_shipped_for_it(arch):
+    """Decoding begins while the grid before it ends since Hopper, and reads fp8 since Ada."""
+    _, _, early, fp8, _ = HAS[arch]
+    for module in (decode_ampere, combine, mla_ampere):
+        configs = list(module.space(arch, True))
+        assert configs and {config.early for config in configs} == {early}
+    assert any(type(c.product) is Narrow for c in decode_ampere.space(arch, False)) == fp8 == card_of(arch).fp8
+    assert bool([*mla_quantised.space(arch, True)]) == fp8
+    names = {f"{name} {config}" for name, _, config in inspect.configurations(False, arch, ("append",))}
+    assert any("fp8" in name or "e4m3" in name for name in names) == fp8, names
+
+
+def test_more_shared_memory_than_today_s(monkeypatch):
+    """A GPU with more takes what the largest has today; a row for it in the tables of shapes leaves all rules as they are."""
+    more = 300 * 1024
+    reach, result = Reach(False, False, False), Either(Whole(bf16, 16), Part(bf16, 16))
+
+    def chosen(room):
+        yield from (ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
+        yield from (backward_ampere.config_for(dim, bf16, FULL, room=room) for dim in (64, 128, 256))
+        for dim in (64, 96, 128, 192, 256):
+            for product in (Same(bf16), Narrow(bf16, True)):
+                for split in (Parted, Shares):
+                    for tall in (False, True):
+                        kind = product, Variant(), reach, Dense(16), result, Variant(), split
+                        yield decode_ampere.config_for(dim, dim, *kind, tall=tall, room=room)
+        for rows in (1, 128):
+            yield mla_ampere.config_for(bf16, reach, Dense(16), Whole(bf16, 16), True, rows, room)
+            yield mla_quantised.config_for(bf16, reach, Paged(16), Whole(bf16, 16), True, rows, room)
+
+    largest = list(chosen(LARGE))
+    assert list(chosen(more)) == largest != list(chosen(SMALL))
+    for module, names in {
+        ampere: ["ROOMS"],
+        decode_ampere: ["ROOMS", "TALL"],
+        mla_ampere: ["ROOMS"],
+        mla_quantised: ["ROOMS"],
+    }.items():
+        for name in names:
+            table = getattr(module, name)
+            monkeypatch.setitem(table, more, table[LARGE])
+    assert list(chosen(more)) == list(chosen(LARGE)) == largest
+
+
+def compared_as_text(source):
+    """Lines that order something by a text that names an architecture."""
+    if '"sm_' not in source:
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and any(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in node.ops):
+            sides = (node.left, *node.comparators)
+            if any(isinstance(x, ast.Constant) and isinstance(x.value, str) and x.value.startswith("sm_") for x in sides):
+                yield node.lineno
+
+
+def test_nobody_compares_architectures_as_text():
+    assert list(compared_as_text('early = (\n  arch\n  >= "sm_90")')) == [2]
+    files = [file for name in ("tiles", "ops", "attention", "fuse", "bench") for file in (ROOT / name).rglob("*.py")]
+    assert len(files) > 300
+    assert [file.name for file in files for line in compared_as_text(file.read_text())] == []
