@@ -26,7 +26,7 @@ from .functions import CASTS
 from .fused import Fused
 from .given import cast, dtype_of
 from .graph import between, walk
-from .module import unused
+from .names import unused
 from .place import is_total_of_rows
 from .program import FLOATS
 from .terms import Term, viewed

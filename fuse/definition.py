@@ -4,6 +4,7 @@ text of the kernels, their proof, their machine code. `fuse.kernel` makes of it 
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ class Definition:
         if not hasattr(definition, "__code__"):
             raise TypeError(f"fuse.kernel: must be given a Python function of arrays: {definition!r:.60}")
         name = definition.__name__
-        self.definition, self.name = definition, name if name.isidentifier() else "fused"  # a lambda's is none
+        named = name.isidentifier() and not keyword.iskeyword(name)  # a lambda is not
+        self.definition, self.name = definition, name if named else "fused"
         self.signature = inspect.signature(definition)
         self.names = list(self.signature.parameters)
         self.leading_are_rows: dict[tuple, bool] = {}

@@ -15,6 +15,7 @@ from tiles.checks import Check, asked
 from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
 from tiles.schema import Schema
+from tiles.torch_op import token
 
 from . import graph, module, terms
 from .candidates import Chosen
@@ -22,6 +23,7 @@ from .definition import Definition, NoKernel
 from .early import Early
 from .functions import CASTS, FP8, MAPS
 from .given import index_values
+from .names import array, unused
 from .terms import Term
 from .trace import Shape, Traced
 
@@ -47,7 +49,7 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
     arrays = {name: s for name, s in zip(function.names, shapes) if s.extents}
     numbers = [name for name, s in zip(function.names, shapes) if not s.extents]
     refuse_dtypes(found, arrays)
-    name = module.unused(function.name, module.PROGRAMS)
+    name = unused(token(function.name), module.PROGRAMS)
     module.PROGRAMS.add(name)
     schema, beyond = schema_of(name, found, arrays)
 
@@ -59,7 +61,8 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
             raise NoKernel(f"{function.name}: a result must have axes of the arguments: {beyond[0]!r:.200}")
         return plan
 
-    parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("problem", *numbers)]
+    every = (unused("problem", numbers), *numbers)
+    parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in every]
     planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     planner.__annotations__ = dict.fromkeys(numbers, float)
     return FusedProgram(schema, planner, found, functools.partial(gradient, found.outs))
@@ -120,7 +123,7 @@ def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbe
     try:
         steps, more = recorded(module.load(made.text, function.name).launch, *operands, places=places)
     except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
-        of_kernel = {module.array(name): name for name in function.names}
+        of_kernel = {array(its): name for its, name in zip(made.names, function.names)}
         said = re.sub(r"\bg[A-Z]\w*", lambda found: of_kernel.get(found[0], found[0]), str(error))
         raise NoKernel(f"{function.name}: {said}") from None
     operand_of, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)

@@ -20,7 +20,7 @@ from . import terms
 from .axes import Axis
 from .functions import MAPS
 from .graph import indices, walk
-from .module import unused
+from .names import identifiers
 from .terms import Term
 
 ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
@@ -123,7 +123,7 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
     for x in indices(results) if rows is not None else ():
         if x.names == (None,):  # one row's
             x.names = (rows,)
-    outs = tuple([unused(name, names) for name in named]) or result_names(names, len(results))
+    outs = identifiers(named, names) or result_names(names, len(results))
     called = tuple((name, x) for name, x in spoken.items() if x.of and name not in outs)
     one = not isinstance(result, (tuple, dict))
     return Traced(tuple(inputs.items()), tuple(results), outs, one, called, space)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
 from ..graph import along, between, is_index, is_tile
-from ..module import Text, array, one_number, unused
+from ..module import Text, one_number
+from ..names import array, unused
 from ..terms import Term
 from ..writing import Writer
 

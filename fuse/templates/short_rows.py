@@ -5,7 +5,8 @@ sixteen rows of a warp:   tiles as wide as a row, so that nothing lies beyond it
 from __future__ import annotations
 
 from ..graph import along, is_index, is_tile
-from ..module import array, one_number
+from ..module import one_number
+from ..names import array
 from ..terms import Term
 from .row_map_text import FOLLOW, Writing
 
