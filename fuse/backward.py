@@ -150,6 +150,12 @@ class Gradient(Fused):
         """NotImplementedError: there are no second derivatives."""
         raise NotImplementedError(f"{self.name}: has no second derivatives")
 
+    def __reduce__(self) -> Any:
+        """See Fused: as what is made of the function."""
+        if self.function.__dict__.get("gradient") is self:
+            return getattr, (self.function, "gradient")
+        return Gradient, (self.function, self.wanted, self.by, self.count, self.sums)
+
     def _know(self, count: int) -> None:
         """Take note of how many results the function has: the names of the parameters follow from it."""
         if count < 1:

@@ -137,17 +137,11 @@ def result_names(names: Sequence[str], count: int) -> tuple[str, ...]:
 def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str, Term]]:
     """(what the definition returns, {name: term} of its local variables). For a definition that was made from another one, as
     a gradient is, the variables of that one. An error gets the line of the definition in which it came up."""
-    spoken: dict[str, Term] = {}
-    code = getattr(definition, "watched", definition).__code__
-
-    def watch(frame, event, _):
-        if event == "return" and frame.f_code is code:
-            spoken.update({name: x for name, x in frame.f_locals.items() if isinstance(x, Term)})
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
+    code, space = getattr(definition, "watched", definition).__code__, terms.SPACES[-1]
+    space.code = code
     try:
-        return definition(*given), spoken
+        result = definition(*given)
+        return result, {name: x for frame in space.frames for name, x in frame.f_locals.items() if isinstance(x, Term)}
     except (AttributeError, TypeError, ValueError) as error:
         line = _line(error, code)
         if not line:
@@ -156,7 +150,8 @@ def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str
         found.name = getattr(error, "name", None)  # of an attribute that is not there
         raise found from error
     finally:
-        sys.setprofile(before)
+        space.code = None
+        space.frames.clear()
 
 
 def _line(error: Exception, code: Any) -> str:
