@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import derivative, language, terms
+from .candidates import Candidate
 from .definition import NoKernel
 from .derivative import NoRule
 from .functions import CASTS
@@ -273,9 +274,17 @@ class Gradient(Fused):
         if out is not None:
             raise TypeError(f"{self.name}: gives new arrays, and takes no out")
         arrays = self._arguments(given, named)
-        if self.sums and not sums_by_kernels(self._whole(self._shapes(self._rows(arrays)[0])).roots):
+        if not self._sums(arrays):
             return self.without_sums.run(*arrays, stream=stream)
         return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
+
+    def _sums(self, arrays: Sequence[Any]) -> bool:
+        """Is this the gradient that serves arrays of these lengths, and not the one without sums?"""
+        return not self.sums or sums_by_kernels(self._whole(self._shapes(self._rows(arrays)[0])).roots)
+
+    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
+        given = self._arguments(arrays)
+        return super()._served(given) if self._sums(given) else self.without_sums._served(given)
 
     def _ended(self, arrays: Sequence[Any], run: Callable) -> tuple[Any, ...]:
         """The gradients for these arrays. run: makes the pieces, by kernels or by the definition; the framework's operations

@@ -119,29 +119,30 @@ class Definition:
         seconds = tune.remembered([chosen(self.name, found, one) for one in every[: tune.FEW]], card(ordinal).name)
         return tune.ranked(every, seconds) if seconds else every
 
-    def _chosen(self, shapes: tuple[Shape, ...], ordinal: int | None) -> Chosen:
-        """The module of the best way, for arrays of these shapes on this GPU."""
+    def _ways(self, shapes: tuple[Shape, ...], ordinal: int | None) -> tuple[Traced, list[Candidate]]:
+        """(the definition as terms, the ways to compute it, best first), for arrays of these shapes on this GPU. A call takes
+        the first one (program.py). NoKernel: there is none."""
         found = self._trace(shapes)
-        return chosen(self.name, found, self._candidates(found, ordinal)[0])
+        return found, self._candidates(found, ordinal)
 
-    def _found(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
-        """(the definition as terms, the ways to compute it, best first), for these arrays."""
+    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
+        """The same for these arrays. NoKernel: a call with them would run by parts."""
         flat, _ = self._rows(self._arguments(arrays))
-        found = self.trace(flat)
-        return found, self._candidates(found, ordinal_of(flat))
+        return self._ways(self._shapes(flat), ordinal_of(flat))
 
     def candidates(self, *arrays: Any) -> list[Candidate]:
-        """The ways to compute it that were found for these arrays, best first."""
-        return self._found(arrays)[1]
+        """The ways to compute it that were found for these arrays, best first. NoKernel, of this as of source and proof: a call
+        with these arrays would run by parts."""
+        return self._served(arrays)[1]
 
     def source(self, *arrays: Any) -> str:
         """The module that serves these arrays, as text: run it, edit it, keep it."""
-        found, every = self._found(arrays)
+        found, every = self._served(arrays)
         return chosen(self.name, found, every[0]).text
 
     def proof(self, *arrays: Any) -> Proof:
         """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked."""
-        found, every = self._found(arrays)
+        found, every = self._served(arrays)
         return proven(self.name, found, every[0])
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:

@@ -32,7 +32,7 @@ from .definition import Definition, NoKernel, once
 from .evaluate import InNumPy, evaluate
 from .given import as_rows, cast, dtype_of, in_order, refuse_index, written
 from .program import FLOATS, HOLDS, FusedProgram, chosen_among, program_of
-from .trace import Shape, ordinal_of
+from .trace import Shape, Traced, ordinal_of
 
 if TYPE_CHECKING:
     from .backward import Gradient
@@ -200,11 +200,14 @@ class Fused(Definition):
         """In sentences: which rules were used, what the kernels do, what the roofline estimates; and why a call with these
         arrays runs by parts, if it does."""
         try:
-            said = self.candidates(*arrays)[0].explained()
-            self._plan_only(arrays)
+            return self.candidates(*arrays)[0].explained()
         except NoKernel as error:
             return f"A call with these arrays runs by parts, and no kernel serves it. {error}."
-        return said
+
+    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
+        known = super()._served(arrays)
+        self._plan_only(arrays)
+        return known
 
     def _plan_only(self, given: Sequence[Any]) -> None:
         """Plan a call, and launch nothing. NoKernel: with these arrays, their strides and dtypes, it would run by parts."""

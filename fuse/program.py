@@ -18,7 +18,8 @@ from tiles.schema import Schema
 from tiles.torch_op import token
 
 from . import graph, module, terms
-from .candidates import Chosen
+from .axes import following
+from .candidates import Chosen, chosen
 from .definition import Definition, NoKernel
 from .early import Early
 from .functions import CASTS, FP8, MAPS
@@ -71,23 +72,20 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
 # ---- the schema ------------------------------------------------------------------------------------------------------
 def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
     """(the schema of the arguments that are arrays, and of the results; the results with an axis of which no extent is known).
-    A result has the axes of arguments, halves of them, and axes of length 1."""
+    A result has axes of the arguments and of length 1, and such as follow from these: see axes.following."""
     inputs = dict(found.inputs)
     letters = graph.axes(*[inputs[name] for name in arrays], *found.roots)
     given, made = letters[: len(arrays)], letters[len(arrays) :]
-    letter_of = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].names, its) if axis}
-    halves = {
-        one: _half_of(letter_of[axis.root.whole.root])
-        for x, its in zip(found.roots, made)
-        for axis, one in zip(x.names, its)
-        if axis is not None and axis.root not in letter_of and axis.root.whole and axis.root.whole.root in letter_of
-    }
-    known = {*"".join(given), *halves}
-    beyond = [
-        x for x, its in zip(found.roots, made) if any(axis is not None and one not in known for axis, one in zip(x.names, its))
-    ]
-    extents: dict[str, Any] = {axis: 1 for axis in set("".join(made)) - known} | halves
-    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), **extents), beyond
+    known = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].names, its) if axis}
+    extents: dict[str, Any] = dict.fromkeys({*"".join(made)} - {*known.values()}, 1)
+    beyond = dict[Term, None]()
+    for x, its in zip(found.roots, made):
+        for axis, one in zip(x.names, its):
+            if axis is not None and axis.root not in known:
+                extent = following(axis, known, found.space.splits)
+                extents |= {one: extent} if extent else {}
+                beyond |= {} if extent else {x: None}
+    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), **extents), [*beyond]
 
 
 def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str], made: Sequence[str]) -> list[str]:
@@ -103,17 +101,13 @@ def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str
     return rows
 
 
-def _half_of(axis: str) -> Callable[[Mapping[str, Any]], Any]:
-    """The extent of a result's axis that is half of this one, as a schema asks for it."""
-    return lambda extents: extents[axis] // 2
-
-
 # ---- the plan --------------------------------------------------------------------------------------------------------
 def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbers: Mapping[str, float]) -> Plan:
     """The launches of the best way, for this problem. shapes: of all arguments. numbers: those that are no arrays, by name.
     NoKernel: no kernel serves these arrays."""
     refuse_mixed(function, shapes)
-    made = function._chosen(shapes, problem.device)
+    found, every = function._ways(shapes, problem.device)
+    made = chosen(function.name, found, every[0])
     refuse_unaligned(function, problem, made)
     operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(function.names, shapes)]
     operands += [problem[name] for name in made.outs]
