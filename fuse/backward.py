@@ -23,13 +23,13 @@ from . import derivative, language, terms
 from .candidates import Candidate
 from .definition import NoKernel
 from .derivative import NoRule
-from .functions import CASTS
+from .functions import CASTS, MAPS
 from .fused import Fused
 from .given import cast, dtype_of
 from .graph import between, walk
 from .names import unused
 from .place import is_total_of_rows
-from .program import FLOATS
+from .program import FLOATS, HOLDS
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
 
@@ -48,7 +48,7 @@ OPERATORS: dict[str, Callable] = {  # what the framework does with arrays, besid
     "merged": language.merge_heads,
     **dict.fromkeys(CASTS, lambda x: x),
 }
-AT_THE_END = "add", "sub", "mul", "div", "neg"  # what it does with what it makes of pieces
+AT_THE_END = {*MAPS, "sum", "max"}  # what it does with what it makes of pieces
 
 
 def at_the_end(x: Term) -> bool:
@@ -74,17 +74,19 @@ def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
         x = stack.pop()
         if at_the_end(x) and not (sums and x.operation == "total"):
             stack += x.of[::-1]
-        elif x.of:
+        elif x.of and x.ndim > 1:  # what is made of vectors alone needs no kernel
             found[x] = None
     return list(found)
 
 
 def by_framework(roots: Sequence[Term], known: Mapping[Term, Any]) -> list[Any]:
     """The values of `roots`, computed with the framework's own operations from the terms whose values are known. Sums over
-    rows are taken in float32."""
+    rows are taken in float32, and so is what is made of vectors."""
     found = dict(known)
     for x in between(roots, [*known]):
         of = [found[y] for y in x.of]
+        if x.ndim < 2:
+            of = [cast(y, "float32") if dtype_of(y) in HOLDS else y for y in of]
         if x.operation == "number":
             found[x] = x.what
         elif x.operation == "length":

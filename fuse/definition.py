@@ -17,7 +17,7 @@ from tiles.launch import watchers
 from tiles.recording import recorded
 
 from . import language, module, place, tune
-from .candidates import Candidate, Chosen, candidates, chosen
+from .candidates import Candidate, candidates, chosen
 from .cost import Card, card, card_of
 from .proof import Proof, proven
 from .trace import Shape, Traced, kinds_of, loose, ordinal_of, rows_alone, shape_of, traced

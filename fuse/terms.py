@@ -463,6 +463,13 @@ def heads(x: Term, like: Term) -> Term:
     return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
 
 
+def split_as(x: Term, like: Term) -> Term:
+    """(..., s, h d) as (..., h, s, d), the shape of `like`, whose heads merged would have x's columns."""
+    *lead, s, _ = x.extents
+    extents, names = (*lead, like.extents[-3], s, like.extents[-1]), (*x.names[:-2], like.names[-3], x.names[-2], like.names[-1])
+    return _made("split", (x,), like.extents[-3], extents, names)
+
+
 def split(x: Any, count: int) -> Term:
     """(..., s, count * d) as (..., count, s, d), a view. ValueError: the columns are no multiple of count."""
     x = lifted(x)

@@ -144,7 +144,8 @@ class Writing:
                 return f"{name} = fp32(load({array(name)}, rt(TILE.rows, TILE.cols, fp8e4m3), (row, col)))"
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if along(x):
-            return f"{name} = load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
+            read = f"load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
+            return f"{name} = {'zeros(TILE) + ' * self.kernel.spreads}{read}"
         if is_index(x):
             return f"{name} = {array(name)}[row_index(TILE.col_vec) + row]"
         if not x.names[0]:
