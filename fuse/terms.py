@@ -466,8 +466,9 @@ def heads(x: Term, like: Term) -> Term:
 def split_as(x: Term, like: Term) -> Term:
     """(..., s, h d) as (..., h, s, d), the shape of `like`, whose heads merged would have x's columns."""
     *lead, s, _ = x.extents
-    extents, names = (*lead, like.extents[-3], s, like.extents[-1]), (*x.names[:-2], like.names[-3], x.names[-2], like.names[-1])
-    return _made("split", (x,), like.extents[-3], extents, names)
+    count, own = like.extents[-3], like.extents[-1]
+    names = (*x.names[:-2], like.names[-3], x.names[-2], like.names[-1])
+    return _made("split", (x,), count, (*lead, count, s, own), names)
 
 
 def split(x: Any, count: int) -> Term:

@@ -154,6 +154,18 @@ def test_a_function_is_traced_while_it_is_watched(how):
     assert seen and text == make().source(*ARRAYS) and "inner = x * rsqrt(" in text
 
 
+@pytest.mark.gpu
+def test_copied_and_profiled_on_the_card():
+    """The first call of a form and the next ones."""
+    pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    x, g = map(to_torch, ARRAYS)
+    kernel = fuse.kernel(doubled.definition)
+    found = [with_profile(lambda: copy.deepcopy(kernel)(x, g))[0] for _ in range(3)]
+    assert all((to_numpy(one) == to_numpy(found[0])).all() for one in found)
+
+
 def test_variables_of_a_definition():
     """Those that it has when it returns: also of terms from a generator, of another function, and of one that calls itself; and
     none after an error."""

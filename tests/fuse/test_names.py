@@ -263,6 +263,23 @@ def test_arguments_of_all_names_run(name):
         compare(kernel, arrays, kernel.run(*arrays))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LISTED)
+def test_functions_of_all_names_on_the_card(name):
+    """As torch's ops, too, which have the function's name."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    exec(
+        f"def {name}(W, tanh):\n    sigmoid = fuse.tanh(W * tanh)\n    return fuse.gelu(sigmoid) * W\n", scope := {"fuse": fuse}
+    )
+    kernel, arrays = fuse.kernel(scope[name]), (normal(5, 64), normal(64))
+    there = [*map(to_torch, arrays)]
+    compare(kernel, arrays, to_numpy(kernel(*there)))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(kernel, backend="eager")(*there), kernel(*there))
+
+
 IN_TWO_WAYS = {  # functions of x and w, of which one is read in two ways
     "a residual": (lambda x, w: x + x @ w, (24, 64)),
     "a residual of many rows": (lambda x, w: fuse.relu(x + x @ w), (72, 64)),
