@@ -95,11 +95,15 @@ def following(
         return (lambda _: one) if isinstance(one, int) else following(one, known, splits, seen | {axis})
 
     if axis.whole and (whole := other(axis.whole)):
-        return lambda extents: whole(extents) // 2
-    parts = [other(one) for one in axis.parts]
-    if parts and all(parts):
+        return _quotient(whole, 2)
+    parts = [part for part in map(other, axis.parts) if part]
+    if parts and len(parts) == len(axis.parts):
         return lambda extents: functools.reduce(operator.mul, [part(extents) for part in parts])
     for columns, heads, own in splits:
-        if own.root is axis and (whole := other(columns)) and (count := other(heads)):
-            return lambda extents: whole(extents) // count(extents)
+        if own.root is axis and (whole := other(columns)) and isinstance(count := heads.root.parts[0], int):
+            return _quotient(whole, count)
     return None
+
+
+def _quotient(whole: Extent, count: int) -> Extent:
+    return lambda extents: whole(extents) // count

@@ -50,9 +50,9 @@ class Text:
 
     def with_names(self, put: Callable[[str], str]) -> Text:
         """The same with other names. put: what becomes of each piece of code."""
-        pairs = [[(put(one), put(other)) for one, other in some] for some in (self.counts, self.arguments)]
-        lines = [[*map(put, some)] for some in (self.globals, self.helpers, self.kernel, self.before)]
-        return Text(*lines, pairs[0], put(self.launch), put(self.bounds), pairs[1])
+        counts, arguments = ([(put(one), put(other)) for one, other in some] for some in (self.counts, self.arguments))
+        code, helpers, kernel, before = ([*map(put, some)] for some in (self.globals, self.helpers, self.kernel, self.before))
+        return Text(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)
 
 
 @functools.cache

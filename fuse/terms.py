@@ -207,7 +207,7 @@ class Space:
 
     def _hold_frame(self) -> None:
         """Hold the innermost frame of the definition."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self.code:
             frame = frame.f_back
         if frame is not None and frame not in self.frames:
