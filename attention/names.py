@@ -49,8 +49,9 @@ TABLE = (  # their names; the first that fits of: `ours`, or `ours=...`, where t
     ("v_scale", "v_descale", "descale"),
     ("num_splits num_kv_splits", "splits"),
     ("return_softmax_lse return_attn_probs return_softmax", "return_lse"),
-    ("softmax_lse", "lse", "return_lse"),
+    ("softmax_lse logsumexp", "lse", "return_lse"),
     ("do d_out grad_out grad_output", "dout"),
+    ("d_lse grad_lse dsoftmax_lse grad_logsumexp", "dlse"),
     ("qk_norm", "q_norm=, and k_norm"),
     ("head_first tensor_layout qkv_format input_layout kv_layout", 'layout="bhsd" or "bshd"'),
     # of flash-linear-attention and mamba_ssm

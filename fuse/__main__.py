@@ -5,6 +5,7 @@ the kernels' text, and the proof. `python -m fuse tune ...` measures the candida
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from typing import Any
 
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("function", help="FILE:FUNCTION or MODULE:FUNCTION, a function that fuse.kernel made")
     parser.add_argument("--shapes", nargs="+", required=True, help="of each array, 16x4096; 4096x6144.T lies as its transpose")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--seed", type=int, help="of show's proof, which prints it; a random one if there is none")
     asked = parser.parse_args(arguments)
     file, _, name = asked.function.rpartition(":")
     try:
@@ -40,19 +42,20 @@ def main(arguments: list[str]) -> int:
         print(f"{asked.function} is no function that fuse.kernel made; say FILE:FUNCTION", file=sys.stderr)
         return 2
     try:
-        return {"show": show, "tune": tune}[asked.command](function, [_extents(one) for one in asked.shapes], asked.dtype)
+        run = functools.partial(show, seed=asked.seed) if asked.command == "show" else tune
+        return run(function, [_extents(one) for one in asked.shapes], asked.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str) -> int:
-    """Print what was found for arrays of these shapes: the candidates, the best one in words and as text, and its proof. It
-    needs no card. Returns 0 if the proof holds."""
+def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str, seed: int | None = None) -> int:
+    """Print what was found for arrays of these shapes: the candidates, the best one in words and as text, and its proof, by
+    this seed. It needs no card. Returns 0 if the proof holds."""
     arrays = [_turned(np.zeros(shape, DTYPES[dtype]), turned) for shape, turned in shapes]
     for line in ("\n".join(map(str, function.candidates(*arrays))), function.explain(*arrays), function.source(*arrays)):
         print(f"{line}\n")
-    proof = function.proof(*arrays)
+    proof = function.proof(*arrays, seed=seed)
     print(proof)
     return 0 if proof.holds else 1
 

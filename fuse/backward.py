@@ -10,6 +10,7 @@ dg = total(dy * x * scale), where no row map gathers them as rows go by. Kernels
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -23,6 +24,7 @@ from . import derivative, language, terms
 from .candidates import Candidate
 from .definition import NoKernel
 from .derivative import NoRule
+from .derivative_check import DerivativeCheck, compare_with_differences
 from .functions import CASTS, MAPS
 from .fused import Fused
 from .given import cast, dtype_of
@@ -30,6 +32,7 @@ from .graph import between, walk
 from .names import unused
 from .place import is_total_of_rows
 from .program import FLOATS, HOLDS
+from .proof import Proof
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
 
@@ -139,10 +142,18 @@ class Gradient(Fused):
         def whole(*given: Term) -> dict[str, Term]:
             return self.whole(*given)
 
-        for one in (definition, whole):
+        def with_results(*given: Term) -> dict[str, Term]:
+            of_function = len(self.function.names)
+            results = self.function.definition(*given[:of_function])
+            results = results if isinstance(results, tuple) else (results,)
+            by = dict(zip(range(len(results)) if self.by is None else self.by, given[of_function:]))
+            pairs = {f"{key}_{n}": x for n in by for key, x in (("result", results[n]), ("by", by[n]))}
+            return self.whole(*given) | pairs
+
+        for one in (definition, whole, with_results):
             one.__name__ = one.__qualname__ = f"{function.name}_gradient"
             one.watched = function.definition  # type: ignore[attr-defined]  # whose names for terms are used
-        self.definition_of_all = whole
+        self.definition_of_all, self.definition_with_results = whole, with_results
         definition.__doc__ = f"The gradient of {function.name}."
         super().__init__(definition)
         if count:
@@ -244,6 +255,21 @@ class Gradient(Fused):
     def made_of(self, shapes: tuple[Shape, ...]) -> list[Term]:
         """The terms that kernels make for this gradient, for arrays of these shapes."""
         return pieces(self._whole(shapes).roots, self.sums)
+
+    def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
+        """Whether the kernels for these arrays compute the definition, and whether that is the derivative of the function: see
+        Definition."""
+        return dataclasses.replace(super().proof(*arrays, seed=seed), derivative=self.differences(*arrays))
+
+    def differences(self, *arrays: Any) -> DerivativeCheck:
+        """The gradients, as terms for these arrays, compared with differences of the function (derivative_check.py)."""
+        shapes = self._shapes(self._rows(self._arguments(arrays))[0])
+        found = self._traced(self.definition_with_results, shapes)
+        arguments = [x for _, x in found.inputs][: len(self.function.names)]
+        names = self.asked(arguments)
+        gradients = {viewed_whole(arguments[self.function.names.index(n)]): x for n, x in zip(names, found.roots)}
+        results, by = found.roots[len(names) :: 2], found.roots[len(names) + 1 :: 2]
+        return compare_with_differences(results, by, gradients)
 
     @functools.cached_property
     def without_sums(self) -> Gradient:

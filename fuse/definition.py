@@ -13,6 +13,7 @@ import numpy as np
 from tiles import cache, digest
 from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled, compile_kernel
+from tiles.frameworks import without_grad
 from tiles.launch import watchers
 from tiles.recording import recorded
 
@@ -140,10 +141,11 @@ class Definition:
         found, every = self._served(arrays)
         return chosen(self.name, found, every[0]).text
 
-    def proof(self, *arrays: Any) -> Proof:
-        """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked."""
+    def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
+        """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked. The
+        proof prints the seed that its random primes follow from; with `seed` it is repeated."""
         found, every = self._served(arrays)
-        return proven(self.name, found, every[0])
+        return proven(self.name, found, every[0], seed)
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
         """Measure the best candidates on the GPU that these arrays are on, and remember the fastest on disk; calls find it from
@@ -154,7 +156,7 @@ class Definition:
             raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")
         every = candidates(found, card(ordinal))
         made = [chosen(self.name, found, one) for one in every[: tune.FEW]]
-        given = [x.T if s.turned else x for x, s in zip(flat, self._shapes(flat))]
+        given = [without_grad(x.T if s.turned else x) for x, s in zip(flat, self._shapes(flat))]
         seconds = tune.measure(self.name, made, given, say)
         tune.remember(made, card(ordinal).name, seconds)
         return tune.ranked(every, seconds)

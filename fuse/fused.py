@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiles.arrays import c_ordered
-from tiles.frameworks import describe
+from tiles.frameworks import describe, without_grad
 from tiles.jax_call import tracing
 
 from . import gradient
@@ -214,7 +214,7 @@ class Fused(Definition):
         flat, _ = self._rows(self._arguments(given))
         shapes, kinds = self._shapes(flat), self._kinds(self.prepare, flat)
         every = [(name, x.T if s.turned else x, s) for name, x, s in zip(self.names, flat, shapes)]
-        forms = {name: describe(x, name).form for name, x, s in every if s.extents}
+        forms = {name: describe(without_grad(x), name).form for name, x, s in every if s.extents}
         numbers = tuple([x for _, x, s in every if not s.extents])
         self.programs[kinds].steps(forms, next(iter(forms.values())).device, numbers, "bshd")
 

@@ -1,22 +1,34 @@
 """Identity testing: are two terms equal, whatever their inputs are?
 
-Both are computed with random numbers of the field of P = 2^61 - 1 elements, exactly. Two rational functions of degree d that
-differ are equal at a random point with a chance of at most d / P (Schwartz, Zippel). exp is a homomorphism from exponents,
-which are numbers modulo Q, into the field's subgroup of Q elements: exp(a + b) = exp(a) exp(b) holds, and little else. What
-lies outside a field, a maximum, a root, a sigmoid, is opaque: a random function, equal where its arguments are; that of maxima
-is the maximum of all that they are of.
+Both are computed exactly, at POINTS random points. Each point has a prime field of its own, the integers modulo a random p
+(prime_fields.py), random numbers of it as inputs, and random extents of the axes, all different. A constant is a float, which
+is m * 2^e exactly, and that is what it is modulo p; primes at which two constants that differ become one are drawn anew.
 
-Q = (P - 1) / 450 has no factor below 7, so halves, thirds and tenths are exponents, too. It is no prime: exponents that differ
-are equal modulo its greatest prime factor, 1321, with a chance of at most d / 1321 a trial, which is the bound that is printed
-where there is an exp."""
+    exp                 base ** x, x being a number modulo q, the order of base: exp(a + b) = exp(a) exp(b) holds, and
+                        exp(q) = 1, but no rule can know q
+    max, of a row       a random function of the set of its elements; maxima of maxima are those of the union
+    what is outside     rsqrt, sigmoid, comparisons, casts, ...: a random function of its arguments, equal where they are
+
+**What the bound says.** Terms without a random function are rational functions with rational coefficients. Two that differ are
+equal at a point in one of two ways: the difference, whose numerator has degree d, is 0 at the random numbers (at most d / 2^60:
+Schwartz, Zippel), or all its coefficients, of which one has at most B bits, are 0 modulo p (less than 2 B / 2^60). So a
+*comparison* costs (d + 2 B) / 2^60. The results are one comparison. Each random function, and exp, is one for each pair of its
+arguments: while those that differ are seen to differ, its values are further random numbers, for which the same holds. `bound`
+is the sum of these, times TRIES for points that were drawn anew because something was divided by 0, to the power of POINTS.
+
+Three things are taken for granted: what Python's generator makes of the seed is random; BLAKE2b, with a random key for each
+point, is a random function; and powers of `base` whose exponents differ satisfy no more equations than random numbers do."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,101 +39,110 @@ from .axes import extent as extent_of
 from .evaluate import evaluate, picked, seen
 from .functions import MAPS
 from .graph import walk
-from .terms import PARTS, Term
+from .prime_fields import BITS, PrimeField, random_field
+from .terms import Term
 
-P = 2**61 - 1
-Q = (P - 1) // 450
-LEAST = 1321  # the greatest prime factor of Q
-BASE = pow(37, (P - 1) // Q, P)  # of order Q
-TRIALS, DRAWS = 8, 1000  # points that are compared, and that are drawn at most
+POINTS, TRIES = 4, 64  # points that are compared, and how often one is drawn at most
+SIZES = 2, 3, 4, 5, 6, 8, 7, 9, 10, 11, 12, 13  # extents of axes, as many of them as there are axes
 OPAQUE = "max", "causal", "dropout"  # besides maps
-SAME_DEGREE = "neg transpose half causal stacked heads split merged flat pick among spread pick_of_parts".split()
-EXPONENTS = "exp", "sum_of_parts"
-SIZES = (3, 5, 2, 4, 6, 8)  # of axes, prime to Q
 
 
-class Retry(Exception):
-    """A random number has no inverse, or none that an exponent needs. Other random numbers are tried."""
+class NoInverse(ArithmeticError):
+    """Something is divided by 0 at this point."""
 
 
 class Number(NamedTuple):
-    """A number in both rings: p modulo P, and q modulo Q, which counts where it is an exponent. q is None if the number was
-    divided by something without an inverse modulo Q."""
+    """A number twice: modulo p, and modulo q, which counts where it is an exponent. q is None if nothing is an exponent, or it
+    was divided by 0 modulo q."""
 
     p: int
     q: int | None
 
-    def add(self, other):
-        return Number((self.p + other.p) % P, None if None in (self.q, other.q) else (self.q + other.q) % Q)
-
-    def sub(self, other):
-        return self.add(other.neg())
-
-    def mul(self, other):
-        return Number(self.p * other.p % P, None if None in (self.q, other.q) else self.q * other.q % Q)
-
-    def div(self, other):
-        if other.p == 0:
-            raise Retry
-        lost = None in (self.q, other.q) or math.gcd(other.q, Q) != 1
-        return Number(self.p * pow(other.p, -1, P) % P, None if lost else self.q * pow(other.q, -1, Q) % Q)
-
-    def neg(self):
-        return Number(-self.p % P, None if self.q is None else -self.q % Q)
-
-    def same(self):
-        return self
-
-    def exp(self):
-        if self.q is None:
-            raise Retry
-        value = pow(BASE, self.q, P)
-        return Number(value, opaque("exp", value).q)
-
-
-def opaque(*what: Any) -> Number:
-    """The value of a random function, the same whenever its arguments are the same. Of a Number p decides."""
-    what = tuple(x.p if isinstance(x, Number) else x for x in what)
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=32).digest()
-    return Number(int.from_bytes(digest[:16], "little") % P, int.from_bytes(digest[16:], "little") % Q)
-
 
 class InField:
-    """Arithmetic on arrays of Numbers (evaluate.Arithmetic). sizes: the extents of axes, which are small."""
+    """Arithmetic on arrays of Numbers (evaluate.Arithmetic). sizes: the extents of axes. key: of the random functions."""
 
-    def __init__(self, sizes: Mapping[Axis, int]):
-        self.sizes = sizes
-        self.maxima: dict[int, list[int]] = {}  # of what they are
+    def __init__(self, field: PrimeField, sizes: Mapping[Axis, int], key: bytes):
+        self.field, self.sizes, self.key = field, sizes, key
+        self.maxima: dict[int, set[int]] = {}  # of what they are
 
-    def number(self, value: float) -> Any:
+    # ---- numbers -----------------------------------------------------------------------------------------------------
+    def embedded(self, value: float) -> Number:
+        """A constant: m * 2^e in both rings. Infinities and NaN are random numbers."""
+        if not math.isfinite(value):
+            return self.opaque("number", repr(value))
         exact = Fraction(value)
-        top, bottom = (Number(n % P, n % Q) for n in (exact.numerator, exact.denominator))
-        return _array(top.div(bottom))
+        p, q = ((exact.numerator * pow(exact.denominator, -1, n)) % n for n in self.field[:2])
+        return Number(p, q)
+
+    def opaque(self, *what: Any) -> Number:
+        """The value of a random function, the same whenever its arguments are the same. Of a Number p decides."""
+        text = repr(tuple(x.p if isinstance(x, Number) else x for x in what)).encode()
+        digest = hashlib.blake2b(text, digest_size=48, key=self.key).digest()
+        return Number(
+            int.from_bytes(digest[:24], "little") % self.field.p, int.from_bytes(digest[24:], "little") % self.field.q
+        )
+
+    def add(self, a: Number, b: Number) -> Number:
+        return Number((a.p + b.p) % self.field.p, None if a.q is None or b.q is None else (a.q + b.q) % self.field.q)
+
+    def sub(self, a: Number, b: Number) -> Number:
+        return Number((a.p - b.p) % self.field.p, None if a.q is None or b.q is None else (a.q - b.q) % self.field.q)
+
+    def mul(self, a: Number, b: Number) -> Number:
+        return Number(a.p * b.p % self.field.p, None if a.q is None or b.q is None else a.q * b.q % self.field.q)
+
+    def div(self, a: Number, b: Number) -> Number:
+        if not b.p:
+            raise NoInverse
+        p, q, _ = self.field
+        return Number(a.p * pow(b.p, -1, p) % p, a.q * pow(b.q, -1, q) % q if a.q is not None and b.q else None)
+
+    def neg(self, a: Number) -> Number:
+        return Number(-a.p % self.field.p, None if a.q is None else -a.q % self.field.q)
+
+    def same(self, a: Number) -> Number:
+        return a
+
+    def exp(self, a: Number) -> Number:
+        if a.q is None:
+            raise NoInverse
+        value = pow(self.field.base, a.q, self.field.p)
+        return Number(value, self.opaque("exp", value).q)
+
+    # ---- arrays of them ----------------------------------------------------------------------------------------------
+    def number(self, value: float) -> Any:
+        return _array(self.embedded(value))
 
     def length(self, axis: Axis | None, extent: int) -> Any:
         return self.number(extent if axis is None else extent_of(axis, self.sizes))
 
     def map(self, name: str, *of: Any) -> Any:
         field = MAPS[name].field
-        one: Callable = (lambda *x: getattr(x[0], field)(*x[1:])) if field else (lambda *x: opaque(name, *x))
+        one = getattr(self, field) if field else lambda *x: self.opaque(name, *x)
         arrays = np.broadcast_arrays(*of)
         if name == "where" and arrays[0].dtype == bool:  # of columns, which are known; comparisons are opaque
             return np.where(*arrays)
         found = np.empty(arrays[0].shape, object)
-        for at in np.ndindex(found.shape):
-            found[at] = one(*[x[at] for x in arrays])
+        found_flat = found.reshape(-1)
+        for n, x in enumerate(zip(*[array.flat for array in arrays])):
+            found_flat[n] = one(*x)
         return found
 
     def reduce(self, kind: str, x: Any) -> Any:
         found = np.empty((*x.shape[:-1], 1), object)
         for at in np.ndindex(found.shape[:-1]):
             row = list(x[at])
-            found[at + (0,)] = _sum(row) if kind == "sum" else self._max(row)
+            found[at + (0,)] = self._sum(row) if kind == "sum" else self._max(row)
         return found
 
+    def _sum(self, row: Sequence[Number]) -> Number:
+        whole = all(x.q is not None for x in row)
+        return Number(sum(x.p for x in row) % self.field.p, sum(x.q or 0 for x in row) % self.field.q if whole else None)
+
     def _max(self, row: Sequence[Number]) -> Number:
-        every = sorted(p for x in row for p in self.maxima.get(x.p, [x.p]))
-        found = opaque("max", every)
+        every = set[int]().union(*[self.maxima.get(x.p, {x.p}) for x in row])
+        found = row[0] if len(every) == 1 else self.opaque("max", *sorted(every))
         self.maxima[found.p] = every
         return found
 
@@ -130,14 +151,14 @@ class InField:
         rows, columns = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b.swapaxes(-1, -2)))
         found = np.empty((*rows.shape[:-1], columns.shape[-2]), object)
         for at in np.ndindex(found.shape):
-            found[at] = _sum([x.mul(y) for x, y in zip(rows[at[:-1]], columns[at[:-2] + at[-1:]])])
+            found[at] = self._sum([self.mul(x, y) for x, y in zip(rows[at[:-1]], columns[at[:-2] + at[-1:]])])
         return found
 
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
 
     def causal(self, x: Any) -> Any:
-        return seen(x, _array(opaque("unseen")))
+        return seen(x, _array(self.opaque("unseen")))
 
     def pick(self, x: Any, index: Any) -> Any:
         return picked(x, index, _array(Number(0, 0)))
@@ -148,7 +169,7 @@ class InField:
     def dropout(self, x: Any, p: Any, seed: Any) -> Any:
         found, given = np.empty(x.shape, object), (p.reshape(-1)[0], seed.reshape(-1)[0])
         for at in np.ndindex(x.shape):
-            found[at] = opaque("dropout", *at, x[at], *given)
+            found[at] = self.opaque("dropout", *at, x[at], *given)
         return found
 
 
@@ -163,102 +184,201 @@ def _array(x: Number) -> Any:
     return found
 
 
-def _sum(row: Sequence[Number]) -> Number:
-    exponents = [x.q for x in row if x.q is not None]
-    return Number(sum(x.p for x in row) % P, sum(exponents) % Q if len(exponents) == len(row) else None)
-
-
-def random(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """An array of random Numbers."""
-    found = np.empty(shape, object)
-    for at in np.ndindex(shape):
-        found[at] = Number(int(rng.integers(1, P)), int(rng.integers(1, Q)))
-    return found
-
-
 @dataclass(frozen=True)
 class Identity:
-    """The result of identity testing. equal: whether the terms were equal at all points. trials: how many points. degree: a
-    bound on the terms' degree. bound: on the chance that different terms are equal at all of these points. outside: the
-    functions that are opaque to the test."""
+    """The result of identity testing. equal: whether the terms were equal at all points. points: how many. seed: what they
+    follow from. fields: their primes (p, q). comparisons: the Comparisons of the point that misses most. bound: on the chance
+    that different terms are equal at all points. outside: the functions that are random in the test."""
 
     equal: bool
-    trials: int
-    degree: int
+    points: int
+    seed: int
+    fields: tuple[tuple[int, int], ...]
+    comparisons: tuple[Comparisons, ...]
     bound: float
     outside: tuple[str, ...]
 
     def __str__(self):
         if not self.equal:
-            return "identity: the rewritten term is NOT the definition"
-        found = f"identity: equal at {self.trials} random points of the field of 2^61 - 1 elements"
-        found += f"; terms of degree {self.degree} that differ would be so with a chance below {self.bound:.0e}"
-        return found + (f"; not looked into: {', '.join(self.outside)}" if self.outside else "")
+            return f"identity: the rewritten term is NOT the definition (seed {self.seed})"
+        found = f"identity: equal at {self.points} random points, each modulo a random prime of its own (seed {self.seed})"
+        chances = " + ".join(str(one) for one in self.comparisons)
+        found += f"; terms that differ are equal at one with a chance of at most {TRIES} ({chances}) / 2^{BITS}"
+        found += f", at all with {self.bound:.0e}"
+        return found + (f"; stood in for by random functions: {', '.join(self.outside)}" if self.outside else "")
 
 
-def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int = 0, trials: int = TRIALS) -> Identity:
-    """Test whether two lists of terms over the same inputs are equal, at random points. ValueError: no point was found at
-    which all divisions are possible."""
+def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int | None = None, points: int = POINTS) -> Identity:
+    """Test whether two lists of terms over the same inputs are equal, at random points that follow from the seed. Without one
+    it is random itself: the bound is about primes that nobody knew when the rule was written. ValueError: no point was found
+    at which all divisions are possible."""
+    seed = secrets.randbits(64) if seed is None else seed
     every = list(walk(*definition, *rewritten))
     axes = elementary(name for x in every for name in x.names)
-    sizes = {axis: SIZES[n % len(SIZES)] for n, axis in enumerate(axes)}
     operations = {x.operation for x in every}
     outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
-    degree = max(_degrees(roots, sizes) for roots in (definition, rewritten))
-    bound = min(1.0, degree / (P if operations.isdisjoint(EXPONENTS) else LEAST)) ** trials
-    among = graph.indices(every)
-    rng, done, drawn, same = np.random.default_rng(seed), 0, 0, True
-    while done < trials and same:
-        drawn += 1
-        if drawn > DRAWS:
-            raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
+    constants = {Fraction(x.what) for x in every if x.operation == "number" and math.isfinite(x.what)}
+    random, fields, known, same = Random(seed), list[PrimeField](), list[tuple[Comparisons, ...]](), True
+    sizes_of_axes = [*SIZES[: len(axes)], *range(14, 14 + len(axes) - len(SIZES))]
+    while len(fields) < points and same:
+        field = _field_for(constants, random)
+        sizes = dict(zip(axes, random.sample(sizes_of_axes, len(axes))))
+        one, other = _values_at(definition, rewritten, field, sizes, random)
+        same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
+        known.append(_comparisons(definition, rewritten, sizes))
+        fields.append(field)
+    misses = [TRIES * sum(one.chance for one in every) for every in known]
+    bound = math.prod(min(1.0, miss / 2**BITS) for miss in misses)
+    return Identity(same, len(fields), seed, tuple((x.p, x.q) for x in fields), known[np.argmax(misses)], bound, outside)
+
+
+def _field_for(constants: set[Fraction], random: Random) -> PrimeField:
+    """A random field in which these constants are as many numbers, modulo p and modulo q."""
+    while True:
+        field = random_field(random)
+        if all(len({x.numerator * pow(x.denominator, -1, n) % n for x in constants}) == len(constants) for n in field[:2]):
+            return field
+
+
+def _values_at(
+    definition: Sequence[Term], rewritten: Sequence[Term], field: PrimeField, sizes: Mapping[Axis, int], random: Random
+) -> list[list[Any]]:
+    """The values of both lists of terms for random inputs, at the first point where everything can be divided."""
+    every = list(walk(*definition, *rewritten))
+    among, exponents = graph.indices(every), any(x.operation in ("exp", "sum_of_parts") for x in every)
+    for _ in range(TRIES):
         given = {}
         for x in (x for x in every if x.operation == "input"):
-            shape = tuple(1 if name is None else extent_of(name, sizes) for name in x.names)
-            chooses = x in among
-            given[x.what[0]] = rng.integers(-1, extent_in(among[x][0], sizes), shape) if chooses else random(shape, rng)
+            shape = tuple(extent_in(name, sizes) for name in x.names)
+            values, draw = np.empty(math.prod(shape), object), range(-1, extent_in(among[x][0], sizes)) if x in among else None
+            for n in range(len(values)):
+                values[n] = random.choice(draw) if draw else _random_number(field, exponents, random)
+            given[x.what[0]] = values.reshape(shape)
+        arithmetic = InField(field, sizes, random.randbytes(32))
         try:
-            one, other = (evaluate(roots, given, InField(sizes)) for roots in (definition, rewritten))
-        except Retry:
+            return [evaluate(roots, given, arithmetic) for roots in (definition, rewritten)]
+        except NoInverse:
             continue
-        same = all(x.shape == y.shape and all(a.p == b.p for a, b in zip(x.flat, y.flat)) for x, y in zip(one, other))
-        done += 1
-    return Identity(same, done, degree, bound, outside)
+    raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
 
 
-def _degrees(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> int:
-    """A bound on the sum of the degrees of all rational functions that must agree: of the terms themselves, and of the
-    arguments of opaque functions and exponentials in them."""
-    beyond = {*OPAQUE, *PARTS}
-    inside = [y for x in walk(*roots) if x.operation in beyond or (x.operation in MAPS and _is_opaque(x)) for y in x.of]
-    return sum(sum(_degree(x, sizes)) for x in dict.fromkeys([*roots, *inside]))
+def _random_number(field: PrimeField, exponent: bool, random: Random) -> Number:
+    return Number(random.randrange(field.p), random.randrange(field.q) if exponent else None)
 
 
-def _is_opaque(x: Term) -> bool:
-    """Is the map none of a field's operations, or exp, whose argument is an exponent?"""
-    return MAPS[x.operation].field in ("", "exp")
+# ---- the bound -------------------------------------------------------------------------------------------------------
+class Size(NamedTuple):
+    """Bounds on a rational function with integer coefficients: degree and bits of the numerator, degree and bits of the
+    denominator. bits: of the sum of the coefficients' absolute values, which is never less than 1."""
+
+    up: int
+    up_bits: int
+    down: int
+    down_bits: int
+
+    def times(self, other: Size) -> Size:
+        return Size(*map(sum, zip(self, other)))
+
+    def over(self, other: Size) -> Size:
+        return self.times(Size(*other[2:], *other[:2]))
+
+    def plus(self, other: Size) -> Size:
+        (a, i, b, j), (c, k, d, n) = self, other
+        return Size(max(a + d, c + b), max(i + n, k + j) + 1, b + d, j + n)
+
+    def summed(self, n: int) -> Size:
+        """Of a sum of n of them, whose denominators may all differ."""
+        a, i, b, j = self
+        return Size(a + (n - 1) * b, i + (n - 1) * j + n.bit_length(), n * b, n * j)
 
 
-def _degree(root: Term, sizes: Mapping[Axis, int]) -> tuple[int, int]:
-    """Bounds on the degrees of (numerator, denominator) of a term's elements."""
-    found: dict[Term, tuple[int, int]] = {}
-    for x in walk(root):
+class Comparisons(NamedTuple):
+    """So many pairs of rational functions. degree, bits: bounds on the numerators of their differences, see Size."""
+
+    pairs: int
+    degree: int
+    bits: int
+
+    @property
+    def chance(self) -> int:
+        """A bound on the chance that one of the pairs is equal at a point although it differs, in units of 2^-BITS."""
+        return self.pairs * (self.degree + 2 * self.bits)
+
+    def __str__(self):
+        return f"{self.pairs} ({self.degree} + 2 x {self.bits})"
+
+
+VARIABLE = Size(1, 0, 0, 0)  # a random function's value is a further variable
+
+
+def _greatest(of: Sequence[Size]) -> Size:
+    return Size(*map(max, zip(*of)))
+
+
+def _of_number(value: float) -> Size:
+    exact = Fraction(value)
+    return Size(0, exact.numerator.bit_length(), 0, exact.denominator.bit_length() - 1)
+
+
+ONE_OF = "transpose half causal stacked heads split merged flat pick among spread pick_of_parts concat where".split()  # or 0
+
+
+def _sizes(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> dict[Term, Size]:
+    """The Size of the elements of each term that these are made of."""
+    found: dict[Term, Size] = {}
+    for x in walk(*roots):
         of = [found[y] for y in x.of]
-        if x.operation in ("add", "sub"):
-            (a, b), (c, d) = of
-            found[x] = max(a + d, b + c), b + d
-        elif x.operation in ("mul", "div"):
-            (a, b), (c, d) = of
-            found[x] = (a + c, b + d) if x.operation == "mul" else (a + d, b + c)
-        elif x.operation in ("sum", "matmul", "matmul_by", "weighted", "total"):
-            axes = [x.of[0].names[place] for place in (x.what if x.operation == "total" else (-1,))]
-            n = math.prod(extent_in(axis, sizes) for axis in axes)
-            a, b = (sum(one) for one in zip(*of))
-            found[x] = a + (n - 1) * b, n * b
-        elif x.operation in SAME_DEGREE:
+        name = MAPS[x.operation].field if x.operation in MAPS else x.operation
+        if x.operation in ("input", "exp") or not name:
+            found[x] = _greatest([*of[1:], VARIABLE]) if x.operation == "where" else VARIABLE
+        elif name == "number":
+            found[x] = _of_number(x.what) if math.isfinite(x.what) else VARIABLE
+        elif name == "length":
+            found[x] = Size(0, extent_in(x.what[0], sizes).bit_length() if x.what[0] else x.what[1].bit_length(), 0, 0)
+        elif name in ("add", "sub"):
+            found[x] = of[0].plus(of[1])
+        elif name in ("mul", "div"):
+            found[x] = of[0].times(of[1]) if name == "mul" else of[0].over(of[1])
+        elif name in ("neg", "same"):
             found[x] = of[0]
-        elif x.operation == "concat":
-            found[x] = max(a for a, _ in of), max(b for _, b in of)
-        else:
-            found[x] = (0 if x.operation in ("number", "length") else 1), 0
-    return found[root]
+        elif name in ("sum", "matmul", "matmul_by", "weighted", "total", "gathered"):
+            places = x.what if name == "total" else (-2,) if name == "gathered" else (-1,)
+            n = math.prod(extent_in(x.of[0].names[place], sizes) for place in places)
+            found[x] = (of[0] if len(of) == 1 else of[0].times(of[1])).summed(n)
+        elif name == "sum_of_parts":
+            found[x] = VARIABLE.summed(extent_in(x.of[0].names[-1], sizes))
+        elif name in ONE_OF:
+            found[x] = _greatest([y for y, term in zip(of, x.of) if not graph.is_index(term)] + [VARIABLE] * (name == "causal"))
+        else:  # max, max_of_parts, dropout, is_column
+            found[x] = VARIABLE
+    return found
+
+
+def _comparisons(definition: Sequence[Term], rewritten: Sequence[Term], sizes: Mapping[Axis, int]) -> tuple[Comparisons, ...]:
+    """What two lists of terms are compared by at a point: the results, then the arguments of each random function and of exp;
+    see the module."""
+    size = _sizes([*definition, *rewritten], sizes)
+    arguments: dict[str, list[tuple[int, Size]]] = defaultdict(list)  # of each random function: (how many, of what Size)
+    for x in walk(*definition, *rewritten):
+        of, count = [size[y] for y in x.of if not graph.is_index(y)], max(_elements(y.names, sizes) for y in (x, *x.of))
+        if x.operation in ("max_of_parts", "sum_of_parts"):
+            arguments["max"].append((count, of[0]))
+        if x.operation == "sum_of_parts":  # of exp(x - the maximum of its part)
+            arguments["exp"].append((count, of[0].plus(VARIABLE)))
+        elif x.operation in OPAQUE or (x.operation in MAPS and MAPS[x.operation].field in ("", "exp")):
+            arguments[x.operation].append((count, _greatest(of)))
+    results = [_compared(1, size[x], size[y]) for x, y in zip(definition, rewritten)]
+    found = [max(results, key=lambda one: one.chance)]
+    for every in arguments.values():
+        n, greatest = sum(count for count, _ in every), _greatest([one for _, one in every])
+        found.append(_compared(n * (n - 1) // 2, greatest, greatest))
+    return tuple(one for one in found if one.pairs)
+
+
+def _compared(pairs: int, one: Size, other: Size) -> Comparisons:
+    difference = one.plus(other)
+    return Comparisons(pairs, difference.up, difference.up_bits)
+
+
+def _elements(names: Sequence[Axis | None], sizes: Mapping[Axis, int]) -> int:
+    return math.prod(extent_in(axis, sizes) for axis in names)

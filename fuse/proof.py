@@ -1,13 +1,16 @@
-"""Is the rewritten term equal to the definition, and the kernel to both? Three answers, each with what it leaves open.
+"""Is the rewritten term equal to the definition, and the kernel to both? Four answers, each with what it leaves open.
 
-1. Identity testing: both terms are equal at random points of a large prime field (identity.py).
-2. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
-3. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight."""
+1. Identity testing: both terms are equal at random points of large random prime fields (identity.py).
+2. Both terms in float64 and float32, at rows of zeros, of tiny and huge numbers and of the constants' size (float_check.py).
+3. The kernel against the definition in float64, by the error rule of the tests, at lengths off all tiles' edges.
+4. The same run in the interpreter, which stops at races, deadlocks and reads of what is in flight.
+
+The proof of a gradient begins with a fifth: the definition is the derivative of the function (derivative_check.py)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +21,10 @@ from tiles.testing import tolerance
 
 from . import graph, module
 from .axes import Axis, elementary
-from .axes import extent as extent_of
 from .candidates import Candidate, chosen
-from .evaluate import InNumPy, evaluate
+from .derivative_check import DerivativeCheck
+from .evaluate import evaluate
+from .float_check import FloatCheck, Sized, compare_in_floats
 from .functions import FP8
 from .graph import walk
 from .identity import Identity, extent_in, identity
@@ -31,12 +35,13 @@ from .trace import Traced
 @dataclass(frozen=True)
 class Run:
     """A run of the kernels in the interpreter, on arrays of these extents. error: the greatest one. limit: the error that the
-    rule allows. hazard: what stopped the run, "" if nothing did."""
+    rule allows. hazard: what stopped the run, "" if nothing did. scales: what some rows were multiplied by."""
 
     extents: dict[str, tuple[int, ...]]
     error: float
     limit: float
     hazard: str = ""
+    scales: tuple[float, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -46,9 +51,10 @@ class Run:
         shapes = ", ".join(f"{name} {shape}" for name, shape in self.extents.items())
         if self.hazard:
             return f"interpreter: at {shapes}: {self.hazard}"
-        verdict = "" if self.passed else ", TOO MUCH"
+        verdict = f"{self.limit:.2g}" if self.passed else f"{self.limit:.2g}, TOO MUCH"
+        rows = f", rows times {' and '.join(f'{x:.2g}' for x in self.scales)} among them," if self.scales else ""
         return (
-            f"float64: at {shapes} the greatest error is {self.error:.2g}, where the rule allows {self.limit:.2g}{verdict}; "
+            f"kernel: at {shapes}{rows} the greatest error is {self.error:.2g}, where the rule allows {verdict}; "
             "not looked into: other numbers, and lengths at which 16 bits overflow\n"
             "interpreter: the same run had no race, no deadlock and no read of what is in flight; "
             "not looked into: other lengths, and schedules other than the latest that each wait allows"
@@ -60,50 +66,97 @@ class Proof:
     """What is known about the correctness of kernels: see the module."""
 
     identity: Identity
+    floats: FloatCheck
     run: Run
+    derivative: DerivativeCheck | None = None
 
     @property
     def holds(self) -> bool:
-        """Did both the identity test and the run pass?"""
-        return self.identity.equal and self.run.passed
+        """Did the identity test, the comparison in floats, the run and, of a gradient, that with differences pass?"""
+        derivative = self.derivative is None or self.derivative.passed
+        return self.identity.equal and self.floats.passed and self.run.passed and derivative
 
     def __str__(self):
-        return f"{self.identity}\n{self.run}"
+        parts = self.derivative, self.identity, self.floats, self.run
+        return "\n".join([str(part) for part in parts if part is not None])
 
 
+EVERY = 8  # rows of which one is multiplied by a number
 RAGGED = 19, 72, 40, 24, 56, 88  # extents of a run: of rows, which may be any, and of others, by which TMA steps
 
 
-def proven(name: str, found: Traced, candidate: Candidate) -> Proof:
-    """The proof of one way to compute what was traced."""
-    return Proof(identity(found.roots, candidate.roots), checked(name, found, candidate))
+def proven(name: str, found: Traced, candidate: Candidate, seed: int | None = None) -> Proof:
+    """The proof of one way to compute what was traced. seed: of the identity test, a random one if it is None."""
+    declared = [f"{rule.name} ({rule.loses} may leave its range)" for rule in candidate.rules if rule.loses]
+    return Proof(
+        identity(found.roots, candidate.roots, seed),
+        compare_in_floats(found.roots, candidate.roots, declared),
+        checked(name, found, candidate),
+    )
 
 
 def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Run:
     """A run of a candidate's kernels in the interpreter, compared with the definition in float64, at lengths that are no
-    multiples of the kernels' tiles."""
+    multiples of the kernels' tiles. Some rows are zero, and the squares of some are as small as the smallest constant, if
+    the definition gives numbers for them; the error rule holds for these rows apart."""
     extents = extents_of_run(found, candidate)
     given = _arguments(found, extents, seed)
     dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     told = {key: x.shape for key, x in given.items() if hasattr(x, "shape")}
     sized = Sized(np.float64, extents), Sized(dtype, extents)
-    ref, low = _of(found, given, sized)
-    if _has_nan(*ref, *low):  # a root or a logarithm of what may be negative: now nothing is
-        indices = graph.indices(found.roots)
-        given = {key: given[key] if x in indices else abs(given[key]) for key, x in found.inputs}
-        ref, low = _of(found, given, sized)
-    if _has_nan(*ref, *low):
+    indices, scales = graph.indices(found.roots), _scales_of_rows(found)
+    scaled = {key: given[key] if x in indices else _scaled(given[key], x, found, scales) for key, x in found.inputs}
+    no_root = {key: given[key] if x in indices else abs(given[key]) for key, x in found.inputs}  # none of what may be negative
+    for values, usable in ((scaled, np.isfinite), (given, _is_number), (no_root, _is_number)):
+        ref, low = _of(found, values, sized)
+        if all(usable(np.asarray(x, np.float64)).all() for x in (*ref, *low)):
+            break
+    else:
         return Run(told, math.inf, 0, "the definition gives NaN, of normally distributed numbers and of their absolute values")
+    scales = scales if values is scaled else {}
     made = chosen(name, found, candidate)
     results = [np.full(_shape(x, extents), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
     try:
-        module.load(made.text, name).launch(*given.values(), *results)
+        module.load(made.text, name).launch(*values.values(), *results)
     except Hazard as hazard:
         return Run(told, math.inf, 0, str(hazard))
-    errors = [float(np.abs(np.asarray(y, np.float64) - x).max()) for y, x in zip(results, ref)]
-    limits = [tolerance(x, y, z.dtype) for x, y, z in zip(ref, low, results)]
-    worst = max(range(len(errors)), key=lambda n: errors[n] / limits[n] if errors[n] == errors[n] else math.inf)
-    return Run(told, errors[worst], limits[worst])
+    parts = [part for x, *y in zip(found.roots, results, ref, low) for part in _apart(x, y, found, scales)]
+    errors = [_error(np.asarray(y, np.float64), x) for y, x, _ in parts]
+    limits = [tolerance(x, z, y.dtype) for y, x, z in parts]
+    shares = [x / (limit or math.ulp(0)) if x == x else math.inf for x, limit in zip(errors, limits)]
+    worst = max(range(len(errors)), key=shares.__getitem__)
+    return Run(told, errors[worst], limits[worst], scales=tuple(scales.values()))
+
+
+def _scales_of_rows(found: Traced) -> dict[int, float]:
+    """{n: what the rows n, n + EVERY, n + 2 EVERY, ... are multiplied by}"""
+    small = [x.what for x in walk(*found.roots) if x.operation == "number" and 1e-12 < x.what < 0.1]
+    return {3: min(small, default=2.0**-12) ** 0.5, 5: 0.0}
+
+
+def _has_rows(x: Term, found: Traced) -> bool:
+    """Are the rows of a term those of a result?"""
+    rows = {y.names[-2].root for y in found.roots if y.names[-2] is not None}
+    return x.ndim > 1 and x.names[-2] is not None and x.names[-2].root in rows
+
+
+def _scaled(x: Any, term: Term, found: Traced, scales: Mapping[int, float]) -> Any:
+    """An argument with some of its rows multiplied."""
+    if not _has_rows(term, found):
+        return x
+    by = np.ones((x.shape[-2], 1))
+    for n, scale in scales.items():
+        by[n::EVERY] = scale
+    return (x.astype(np.float64) * by).astype(x.dtype)
+
+
+def _apart(x: Term, arrays: Sequence[Any], found: Traced, scales: Mapping[int, float]) -> list[list[Any]]:
+    """These arrays of one shape, that of a result x, cut into the rows that were multiplied and all others."""
+    if not _has_rows(x, found) or not scales:
+        return [list(arrays)]
+    every = np.arange(arrays[0].shape[-2]) % EVERY
+    places = [~np.isin(every, [*scales]), *(every == n for n in scales)]
+    return [[y[..., rows, :] for y in arrays] for rows in places if rows.any()]
 
 
 def extents_of_run(found: Traced, candidate: Candidate) -> dict[Axis, int]:
@@ -149,19 +202,11 @@ def _of(found: Traced, given: dict[str, Any], sized: tuple[Sized, Sized]) -> lis
         return [list(evaluate(found.roots, values, rounded)) for values, rounded in zip((wide, given), sized)]
 
 
-def _has_nan(*arrays: Any) -> bool:
-    return any(np.isnan(np.asarray(x, np.float64)).any() for x in arrays)
+def _is_number(x: Any) -> Any:
+    return ~np.isnan(x)
 
 
-class Sized(InNumPy):
-    """NumPy's arithmetic, for arrays of other extents than those that the terms were traced with."""
-
-    def __init__(self, dtype: Any, sizes: Mapping[Axis, int]):
-        super().__init__(dtype)
-        self.sizes = sizes
-
-    def length(self, axis: Axis | None, extent: int) -> Any:
-        return self.wide(extent if axis is None else extent_of(axis, self.sizes))
-
-    def count(self, axis: Axis | None, extent: int) -> int:
-        return extent if axis is None else extent_of(axis, self.sizes)
+def _error(x: Any, ref: Any) -> float:
+    """The greatest difference, 0 between equal infinities; NaN if x has one."""
+    with np.errstate(invalid="ignore"):
+        return float(np.where(x == ref, 0, np.abs(x - ref)).max(initial=0))

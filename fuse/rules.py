@@ -20,12 +20,15 @@ MOST = 64  # forms of a function that are looked at
 
 class Rule(NamedTuple):
     """A rule of the algebra. name: the rule in words. equation: what it says. of: generates the other forms of a term.
-    keeps_range: are numbers that are kept in 16 bits never greater after the rule than before?"""
+    keeps_range: are numbers that are kept in 16 bits never greater after the rule than before? loses: what may overflow or
+    vanish in float32 after the rule, although nothing did before, "" if nothing may. A proof refuses a form that loses what
+    none of its rules declares (float_check.py)."""
 
     name: str
     equation: str
     of: Callable[[Term], Iterator[Term]]
     keeps_range: bool = False
+    loses: str = ""
 
 
 class Form(NamedTuple):
@@ -221,15 +224,25 @@ def _pick_is_a_sum(x: Term) -> Iterator[Term]:
 
 
 RULES = (
-    Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales),
-    Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights),
-    Rule("a scale of weights moves to rows or results", "x @ (s * w * c) = ((x * s) @ w) * c", _scales_of_weights),
+    Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _row_scales, loses="x @ w"),
+    Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _number_of_weights, loses="x @ w"),
+    Rule(
+        "a scale of weights moves to rows or results",
+        "x @ (s * w * c) = ((x * s) @ w) * c",
+        _scales_of_weights,
+        loses="x * s",
+    ),
     Rule("weights of fp8 are made 16 bits ahead", "x @ w = x @ widened(w)", _widened, True),
-    Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _into_narrow),
-    Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate),
+    Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _into_narrow, loses="c * t"),
+    Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _associate, loses="x @ a or a @ b"),
     Rule("the transpose of a product is that of its parts, turned round", "(a @ b).T = b.T @ a.T", _transposed, True),
     Rule("the weights of heads, one below the other, are one matrix", "x @ w[h].T = (x @ stacked(w).T)[h]", _stacked, True),
-    Rule("experts are one, whose columns have weights", "sum(p[e] * (h[e] @ w[e])) = ([h] * spread(p)) @ stacked(w)", _experts),
+    Rule(
+        "experts are one, whose columns have weights",
+        "sum(p[e] * (h[e] @ w[e])) = ([h] * spread(p)) @ stacked(w)",
+        _experts,
+        loses="h * p",
+    ),
     Rule("of all adapters' products each row keeps its own", "(x @ a[i]) @ b[i] = own(x @ [a]) @ [b]", _by_index, True),
     Rule("products that share a factor are one", "x @ w + y @ w = (x + y) @ w", _one_product),
     Rule("a row's maximum is that of its parts'", "max(s) = max(max(part))", _max_of_parts, True),

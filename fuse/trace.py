@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiles.frameworks import describe
+from tiles.frameworks import describe, without_grad
 from tiles.jax_call import tracing
 
 from . import terms
@@ -184,4 +184,4 @@ def ordinal_of(arrays: Sequence[Any]) -> int | None:
     first = next(x for x in arrays if hasattr(x, "shape"))
     if tracing(first):
         return 0 if sys.modules["jax"].default_backend() == "gpu" else None
-    return describe(first, "x").device
+    return describe(without_grad(first), "x").device

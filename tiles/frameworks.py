@@ -31,10 +31,16 @@ def describe(x: Any, name: str) -> Array:
     return kind_of(x, name).describe(x, name)
 
 
+def without_grad(x: Any) -> Any:
+    """x itself; of a torch tensor that requires grad another one of its memory that does not. For what reads arrays, or asks
+    where they lie, and gives nothing that could be differentiated."""
+    return x.detach() if getattr(x, "requires_grad", False) else x
+
+
 def processors(x: Any) -> int:
     """How many multiprocessors work on an array: those of the GPU whose memory it lies in, 3 where kernels are interpreted.
     TypeError: x is no array."""
-    return machine(describe(x, "x").device).processors
+    return machine(describe(without_grad(x), "x").device).processors
 
 
 def kind_of(x: Any, name: str) -> Kind:

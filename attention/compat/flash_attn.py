@@ -25,7 +25,8 @@ flash_attn_with_kvcache is attention.decode:
 | num_splits=0: as many as are good      | splits=None                                                            |
 | return_softmax_lse=True                | return_lse=True: (out, lse)                                            |
 
-Where a row sees no key its lse is -inf here, and inf there.
+Where a row sees no key its lse is -inf here, and inf there. A loss may depend on lse here; there its gradient is
+dropped.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@
 | disable_split_kv=True                            | splits=1                                                      |
 | return_lse=True: (out, lse), lse (total, H)      | return_lse=True, lse (B, H, Sq); in FlashInfer to the base 2  |
 
-Ragged keys are attention.forward's cu_seqlens_k. What a call plans is its page table alone: kernels are planned by shapes. With
+Ragged keys are attention.forward's cu_seqlens_k: there out and lse have gradients. With pages, tensors that require grad are
+refused. What a call plans is its page table alone: kernels are planned by shapes. With
 use_cuda_graph=True the table lies in float_workspace_buffer, and `plan` writes into what `run` was captured with.
 """
 

@@ -39,7 +39,8 @@ def flex_attention(
     return_aux: Any = None,
 ) -> Any:
     """softmax(score_mod(scale query key^T)) value where block_mask lets query i see key j. query: (B, Hq, Sq, D); key:
-    (B, Hk, Sk, D); value: (B, Hk, Sk, Dv). Returns out, or with return_lse=True (out, lse), lse (B, Hq, Sq) in natural units.
+    (B, Hk, Sk, D); value: (B, Hk, Sk, Dv). Returns out, or with return_lse=True (out, lse), lse (B, Hq, Sq) in natural units;
+    both are differentiable.
 
     | torch                                        | attention.forward                                             |
     | -------------------------------------------- | ------------------------------------------------------------- |

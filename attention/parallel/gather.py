@@ -20,7 +20,7 @@ from ..softmax import remote_keys
 from .arrival import Arrival, arrival_of
 from .choice import FULL, WORTH, first_heads, mostly_at_home
 from .gather_in_place import Others, adjacent
-from .gradients import Gradients
+from .gradients import Gradients, dlse_of
 from .moves import Cut, Moving, Sums, Way, all_heads, move, sums_on_their_way, way
 from .orders import Span, Spans, count, places, runs
 from .peers import Peers
@@ -45,6 +45,7 @@ class Gather:
     """The scheme, for ranks that have these queries and these keys each."""
 
     name = "gather"
+    rows_travel = False  # do gradients move what belongs to queries to other ranks?
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...]):
         self.peers, self.queries, self.keys = peers, queries, keys
@@ -84,7 +85,9 @@ class Gather:
                     attention.forward(*given, out=place, lse=sums, return_lse=True, **part.options)
         return out, lse
 
-    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+    def differentiate(
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+    ) -> None:
         """Add the gradients of `attend` to `found`."""
         drops = bool(call.told.get("dropout"))  # by piece: the pieces must be those of `attend`
         in_turn = self._in_turn(k, call) if drops else self._in_turn_back(k)
@@ -99,7 +102,7 @@ class Gather:
                 if part is not None:
                     given = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
                     into = found.dq[:, rows, mine], sums[0][:, seen], sums[1][:, seen]
-                    found.add(part, theirs, *given, lse[:, mine, rows], into)
+                    found.add(part, theirs, *given, lse[:, mine, rows], dlse_of(dlse, rows, mine), into)
             back = way(self.peers.rank, self._wanted(call, heads), tuple([Cut(spans, heads) for spans in self.keys]))
             totals = [x[:, :, slice(*heads)] for x in (found.dk, found.dv)]
             home.append(sums_on_their_way(self.peers, *[(x, back) for x in sums], into=totals))

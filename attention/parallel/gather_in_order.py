@@ -11,7 +11,7 @@ from typing import Any
 import attention
 
 from .gather import Gather, fetched
-from .gradients import Gradients
+from .gradients import Gradients, dlse_of
 from .moves import Cut, Way, all_heads, move, way
 from .orders import places
 from .pieces import Call
@@ -20,17 +20,24 @@ from .pieces import Call
 class InOrder(Gather):
     """See above; forward is Gather's."""
 
-    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+    rows_travel = True
+
+    def differentiate(
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+    ) -> None:
         """Add the gradients of `attend` to what is found."""
         there = self._facing(q, call)
-        facing = move(self.peers, *[(x, there) for x in (dout, q, out, lse.transpose(1, 2))])
+        of_rows = [x.transpose(1, 2) for x in (lse, dlse) if x is not None]
+        facing = move(self.peers, *[(x, there) for x in (dout, q, out, *of_rows)])
         keys, values = self._fetch(k, v, call, all_heads(k.shape[2])).wait()
         for rows, part, seen in self._parts(call):
             if part is not None:
                 given = dout[:, rows], q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
-                found.add(part, call, *given, (found.dq[:, rows],), accumulate=False)  # its dk and dv are not the whole's
-        dout, q, out, lse = facing.wait()
-        lse, rank = lse.transpose(1, 2).contiguous(), self.peers.rank
+                into = (found.dq[:, rows],)  # its dk and dv are not the whole's
+                found.add(part, call, *given, dlse_of(dlse, rows), into, accumulate=False)
+        dout, q, out, *of_rows = facing.wait()
+        lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in of_rows], None
+        rank = self.peers.rank
         for at, span in places(self.keys[rank]):
             part = call.piece(call.seers(span), span)
             if part is None:
@@ -38,7 +45,7 @@ class InOrder(Gather):
             rows = fetched(call.seers_of(self.keys[rank]), part.rows)
             here = slice(at + part.keys.start - span.start, at + part.keys.stop - span.start)
             given = dout[:, rows], q[:, rows], k[:, here], v[:, here], out[:, rows], lse[:, :, rows]
-            _, dk, dv, *_ = attention.backward(*given, **part.options)
+            _, dk, dv, *_ = attention.backward(*given, dlse=dlse_of(dlse, rows), **part.options)
             found.dk[:, here] += dk
             found.dv[:, here] += dv
 

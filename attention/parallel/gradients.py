@@ -16,6 +16,11 @@ from .pieces import Call, Piece
 LEARNED = "bias", "alibi", "aux"  # whose gradients attention.backward is asked for
 
 
+def dlse_of(dlse: Any, rows: slice, heads: slice = slice(None)) -> Any:
+    """The gradient of lse for some queries and heads; None if it has none."""
+    return None if dlse is None else dlse[:, heads, rows]
+
+
 @dataclass
 class Gradients:
     """dq, dk, dv: in float32. others: by their flat names (sink, bias, alibi, aux0 ..) those of arrays that every rank has:
@@ -51,6 +56,7 @@ class Gradients:
         v: Any,
         out: Any,
         lse: Any,
+        dlse: Any,
         into: Sequence[Any],
         accumulate: bool = True,
     ) -> None:
@@ -58,7 +64,7 @@ class Gradients:
         accumulate: by the kernel, which may be another one then than one GPU would take, and give other last bits."""
         told: dict[str, Any] = dict(part.options)
         learned = [name for name in LEARNED if name in told and any([x.startswith(name) for x in self.others])]
-        sinks, backward = "sink" in told, partial(attention.backward, dout, q, k, v, out, lse)
+        sinks, backward = "sink" in told, partial(attention.backward, dout, q, k, v, out, lse, dlse=dlse)
         if accumulate and not learned:
             places = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(told["sink"])} if sinks else {})
             rest = backward(accumulate=True, **places, **told)[3:]

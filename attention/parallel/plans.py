@@ -16,6 +16,7 @@ from tiles.frameworks import describe
 
 from ..families import choose as family_of
 from ..names import what_it_is_here
+from ..options import flag
 from ..softmax.forward_programs import FORWARD
 from .agreement import PLAIN, form_of, words_of
 from .choice import SCHEMES, SHARE, Choice, Machine, choose, estimate, least_turns, refusal, turns_of
@@ -73,9 +74,10 @@ def planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: A
     """What all ranks must have in common, in words, and the Plan. TypeError, ValueError, NotImplementedError."""
     refuse(told)
     check_tensors(q=q, k=k, v=v)
-    scheme, order, *lengths, memory = asked
+    scheme, order, *lengths, memory, return_lse = asked
     length, length_k = map(number_of_tokens, ("length", "length_k"), lengths)
     order = order_of(order)
+    flag("return_lse", return_lse)
     world = world_of(peers)
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v: must have k's tokens: {tuple(k.shape)=}, {tuple(v.shape)=}")
@@ -107,7 +109,7 @@ def planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: A
     named += [f"bias={_words_of_bias(told['bias'], total < 2 * world)}"] if "bias" in told else []
     of_shares = [f"length=None of shares of {q.shape[1]}: give length where these differ"] if lengths[0] is None else []
     plan = of_shares or [f"length={total}"]
-    plan += [f"length_k={length_k}", f"{scheme=}", f"chosen={name}", f"{memory=}", f"{turns=}", f"{order=}"]
+    plan += [f"length_k={length_k}", f"{scheme=}", f"chosen={name}", f"{memory=}", f"{turns=}", f"{order=}", f"{return_lse=}"]
     return "; ".join([*forms, *plan, *named]), Plan(found, total, length_k, choice, call)
 
 

@@ -16,7 +16,7 @@ import torch
 
 import attention
 
-from .gradients import Gradients
+from .gradients import Gradients, dlse_of
 from .joins import Part, fewer, of_parts
 from .orders import Span, Spans, count, merged, places, without
 from .peers import Peers, Pending
@@ -40,6 +40,7 @@ class Ring:
     """Of ranks that have these queries and these keys each, going round so many times; turns_back: for gradients."""
 
     name = "ring"
+    rows_travel = False
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], turns: int = 1, turns_back: int = 1):
         self.peers, self.queries, self.keys = peers, queries, keys
@@ -82,7 +83,9 @@ class Ring:
         self._go_round(k, v, see)
         return out, lse
 
-    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+    def differentiate(
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+    ) -> None:
         """Add the gradients of `attend` to what is found."""
         back: list[list[tuple[Pending, Any, Any]]] = []
         for heads, mine, of_turn in self._heads(call, self.turns_back):
@@ -94,7 +97,7 @@ class Ring:
                 for rows, seen, part in self._parts(alone, share):
                     asked = dout[:, rows, mine], q[:, rows, mine], keys[:, seen], values[:, seen], out[:, rows, mine]
                     into = found.dq[:, rows, mine], of_keys[:, seen], of_values[:, seen]
-                    found.add(part, alone, *asked, lse[:, mine, rows], into)
+                    found.add(part, alone, *asked, lse[:, mine, rows], dlse_of(dlse, rows, mine), into)
                 _add(back)
                 back.append(self._return(share, of_keys, of_values, dk, dv))
 
@@ -102,8 +105,9 @@ class Ring:
         while back:
             _add(back)
         if "sink" in found.others:  # a key without a value: once, not once a piece
-            weights = (call.told["sink"][:, None] - lse).exp()
-            found.others["sink"] -= (weights * (dout.float() * out.float()).sum(-1).transpose(1, 2)).sum((0, 2))
+            delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+            delta = delta if dlse is None else delta - dlse
+            found.others["sink"] -= ((call.told["sink"][:, None] - lse).exp() * delta).sum((0, 2))
 
     def _go_round(self, k: Any, v: Any, see: Callable[[int, Any, Any], None]) -> None:
         """see(whose it is, its keys, its values) of every rank's share, this one's first, while the next one comes."""

@@ -72,8 +72,9 @@ def forward(
     part, so other numbers of ranks drop other weights. What a scheme cannot do raises NotImplementedError, and "auto" takes
     another scheme.
 
-    Differentiable where attention.forward is. The gradients of arrays that every rank has (sink, alibi, aux, norms) are this
-    rank's share, like those of a model's weights: their sum over the ranks is the whole.
+    return_lse: as there; all ranks must ask for the same. Differentiable where attention.forward is, lse too. The gradients of
+    arrays that every rank has (sink, alibi, aux, norms) are this rank's share, like those of a model's weights: their sum over
+    the ranks is the whole.
 
     ValueError on every rank, before anything travels: ranks disagree in shapes, dtypes or options."""
     told = {name: x for name, x in options.items() if x is not None}
@@ -81,7 +82,7 @@ def forward(
         q, k, v, out = (x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.ndim == 4 else x for x in (q, k, v, out))
     elif layout != "bshd":
         told["layout"] = layout  # which `refuse` does, on every rank
-    asked = scheme, order, length, length_k, memory
+    asked = scheme, order, length, length_k, memory, return_lse
     if stream is None or not getattr(q, "is_cuda", False):
         found = _call(group, asked, explain, q, k, v, out, told)
     else:
@@ -90,7 +91,7 @@ def forward(
     if explain:
         return found
     result = found[0].transpose(1, 2) if layout == "bhsd" else found[0]
-    return (result, found[1]) if flag("return_lse", return_lse) else result
+    return (result, found[1]) if return_lse else result
 
 
 def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: Any, out: Any, told: dict) -> Any:
@@ -114,7 +115,8 @@ def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: 
     check_values(told, known.length, known.keys)
     arrays, others = ({}, told) if known.plain else flat(_shaped(told))
     if differentiated(q, k, v, *arrays.values()):
-        result, lse = _Attention.apply(known, ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
+        found = _Attention.apply(known, asked[-1], ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
+        result, lse = found if asked[-1] else (found, None)
     else:
         result, lse = _attend(known, q, k, v, told)
     return (result if out is None else _written(out, result)), lse
@@ -134,28 +136,34 @@ def _written(out: Any, result: Any) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """(out, lse), differentiable once. names: of the tensors; others: the remaining options."""
+    """(out, lse), or out, differentiable once. return_lse: is lse a result? All ranks say the same, so that they know of each
+    other whether it may have a gradient. names: of the tensors; others: the remaining options."""
 
     @staticmethod
-    def forward(ctx, plan, names, others, *tensors):
+    def forward(ctx, plan, return_lse, names, others, *tensors):
         told = grouped(dict(zip(names[3:], tensors[3:]))) | others if names[3:] else others
         out, lse = _attend(plan, *tensors[:3], told)
-        ctx.plan, ctx.names, ctx.others = plan, names, others
-        ctx.mark_non_differentiable(lse)
+        ctx.plan, ctx.return_lse, ctx.names, ctx.others = plan, return_lse, names, others
+        ctx.set_materialize_grads(False)  # of results that nobody uses
         ctx.save_for_backward(*tensors, out, lse)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, dlse=None):
         if torch.is_grad_enabled():
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         *tensors, out, lse = ctx.saved_tensors
         told = grouped(dict(zip(ctx.names[3:], tensors[3:]))) | ctx.others
         if torch.are_deterministic_algorithms_enabled():
             told["deterministic"] = True
-        wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
-        found = _differentiate(ctx.plan, adjacent(dout), *tensors[:3], out, lse, told, wanted)
-        return None, None, None, *[found.get(name) if name in wanted else None for name in ctx.names]
+        wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
+        dout = torch.zeros_like(out) if dout is None else adjacent(dout)
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        elif ctx.return_lse and ctx.plan.scheme.rows_travel:  # so does this, as other ranks may have one
+            dlse = torch.zeros_like(lse)
+        found = _differentiate(ctx.plan, dout, dlse, *tensors[:3], out, lse, told, wanted)
+        return None, None, None, None, *[found.get(name) if name in wanted else None for name in ctx.names]
 
 
 def _attend(plan: Plan, q: Any, k: Any, v: Any, told: dict[str, Any]) -> tuple[Any, Any]:
@@ -168,14 +176,14 @@ def _attend(plan: Plan, q: Any, k: Any, v: Any, told: dict[str, Any]) -> tuple[A
         return plan.scheme.attend(q, k, v, plan.call(q, k, v, told))
 
 
-def _differentiate(plan, dout, q, k, v, out, lse, told, wanted) -> dict[str, Any]:
+def _differentiate(plan, dout, dlse, q, k, v, out, lse, told, wanted) -> dict[str, Any]:
     """The gradients of `_attend`, by name."""
     told = dict(_shaped(told))
     norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
     rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
     call = called(plan.length, plan.keys, rows[0], rows[1], v, told)
     found = Gradients.begin(rows[0], rows[1], v, call, wanted)
-    plan.scheme.differentiate(dout, *rows, v, out, lse, call, found)
+    plan.scheme.differentiate(dout, dlse, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others
     for name, x, norm in zip("qk", (q, k), norms):
         if norm is not None:

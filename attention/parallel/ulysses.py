@@ -16,6 +16,7 @@ class Heads:
     """Of ranks that have these queries and these keys each, and `then` a scheme of those that have the same heads."""
 
     name = "ulysses"
+    rows_travel = True
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], then: Any):
         self.peers, self.queries, self.keys, self.then = peers, queries, keys, then
@@ -43,13 +44,16 @@ class Heads:
         out, lse = move(self.peers, *[(x, home) for x in (out, lse.transpose(1, 2).contiguous())]).wait()
         return out, lse.transpose(1, 2)
 
-    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+    def differentiate(
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+    ) -> None:
         """Add the gradients of `attend` to what is found."""
-        given = dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse.transpose(1, 2).contiguous())
-        dout, q, k, v, out, lse = self._moving(call, **given).wait()
+        of_rows = {name: x.transpose(1, 2).contiguous() for name, x in (("lse", lse), ("dlse", dlse)) if x is not None}
+        dout, q, k, v, out, *rows = self._moving(call, dout=dout, q=q, k=k, v=v, out=out, **of_rows).wait()
+        lse, dlse, *_ = *[x.transpose(1, 2) for x in rows], None
         theirs = self._call(call)
         its = Gradients.begin(q, k, v, theirs, found.wanted)
-        self.then.differentiate(dout, q, k, v, out, lse.transpose(1, 2), theirs, its)
+        self.then.differentiate(dout, dlse, q, k, v, out, lse, theirs, its)
         mine = zip("qkv", (its.dq, its.dk, its.dv))
         home = gathered_sums(self.peers, *[(x, self._home(call, name)) for name, x in mine])
         for total, x in zip((found.dq, found.dk, found.dv), home):
@@ -131,6 +135,7 @@ class Shared:
     """Keys and values of the ranks of one dimension come together, and `then` is a scheme of what these have together."""
 
     name = "gather"
+    rows_travel = False
 
     def __init__(self, peers: Peers, queries: tuple[Spans, ...], keys: tuple[Spans, ...], then: Any):
         self.peers, self.keys, self.then = peers, keys, then
@@ -139,12 +144,14 @@ class Shared:
         """(out, lse) of this rank's queries."""
         return self.then.attend(q, *self._fetched(k, v), call)
 
-    def differentiate(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients) -> None:
+    def differentiate(
+        self, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, found: Gradients
+    ) -> None:
         """Add the gradients of `attend` to what is found."""
         keys, values = self._fetched(k, v)
         its = Gradients.begin(q, keys, values, call, found.wanted)
         its.dq, its.others = found.dq, found.others
-        self.then.differentiate(dout, q, keys, values, out, lse, call, its)
+        self.then.differentiate(dout, dlse, q, keys, values, out, lse, call, its)
         here, there = self._cuts(k)
         back = way(self.peers.rank, there, here)
         home = gathered_sums(self.peers, *[(x, back) for x in (its.dk, its.dv)])

@@ -1,8 +1,10 @@
-"""The gradients of softmax attention, in NumPy. With x, s, lse and out as in softmax.py, and dout the gradient of out:
+"""The gradients of softmax attention, in NumPy. With x, s, lse and out as in softmax.py, dout the gradient of out and dlse that
+of lse (0 by default, and of rows that see nothing):
 
     P[i, j]  = exp(s[i, j] - lse[i])
+    delta[i] = dout[i] . out[i] - dlse[i]
     dv[j]    = sum_i P[i, j] dout[i]
-    ds[i, j] = P[i, j] (dout[i] . v[j] - dout[i] . out[i])
+    ds[i, j] = P[i, j] (dout[i] . v[j] - delta[i])
     dS[i, j] = ds[i, j] times the derivative of s[i, j] by x[i, j]: 1 - tanh(x / softcap)^2, of score what differences say
     dq[i]    = scale * sum_j dS[i, j] k[j]
     dk[j]    = scale * sum_i dS[i, j] q[i]
@@ -10,7 +12,7 @@
     dbias    = the sum of ds[i, j] times score's derivative, over all i and j that share an element
     dalibi   = the same times -|d - j|
     daux     = the same with score's derivative by an element
-    dsink    = -sum_i exp(sink - lse[i]) dout[i] . out[i]
+    dsink    = -sum_i exp(sink - lse[i]) delta[i]
 
 With norms of q and k, y = n weights + bias of a row x, n = (x - mean) / deviation (an RMS norm has no mean):
 
@@ -35,9 +37,8 @@ from .scores import Variant
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
     """(dq, dk, dv), then dbias and dalibi if dbias=True and dalibi=True ask for them, dsink with a sink, and with daux=True the
     gradient of each array of aux that is not of integers; in float64, in the caller's layout. Arrays as `forward` takes them;
-    options: causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, cu_seqlens, cu_seqlens_k, lengths_k,
-    dropout and seed or keep, scale, layout. by: the output to go by
-    instead of the exact one."""
+    options: dlse (B, H, Sq), causal, window, softcap, alibi, bias, mask, score, aux, blocks, sink, cu_seqlens, cu_seqlens_k,
+    lengths_k, dropout and seed or keep, scale, layout. by: the output to go by instead of the exact one."""
     dout, q, k, v = map(host, (dout, q, k, v))
     return _through_norms(dout, q, k, v, np.float64, np.float64, **options)
 
@@ -79,7 +80,7 @@ def _of_norm(x, norm, dy, eps, real):
 
 def _backward(
     dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, cu_seqlens=None, cu_seqlens_k=None, lengths_k=None,
-    dropout=0.0, seed=None, keep=None, dbias=False, dalibi=False, daux=False, by=None, **of_scores,
+    dropout=0.0, seed=None, keep=None, dlse=None, dbias=False, dalibi=False, daux=False, by=None, **of_scores,
 ):  # fmt: skip
     """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `rounded`."""
     formula, lie = softmax.forward if real is np.float64 else softmax.forward_low, (cu_seqlens, cu_seqlens_k, lengths_k)
@@ -107,6 +108,8 @@ def _backward(
         p = np.exp(s - top)
         left = real(1) if kept is None else np.where(kept(b, h, i, j), 1 / real(1 - dropout), 0)
         delta = (dout[mine] * out[mine]).sum(1, keepdims=True)
+        if dlse is not None:
+            delta -= np.where(np.isfinite(of_rows), host(dlse)[place, h, queries].astype(real), 0)[:, None]
         of_score = p * (left * (dout[mine] @ v[its].T) - delta)
         ds = of_score * variant.slope(x, *at).astype(real)
         if dbias:

@@ -26,30 +26,33 @@ OVER = -2  # the level of a tensor whose transform, one of torch.func's, is over
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of softmax attention for torch's autograd. names: what the tensors are called (gradient.py). options: those
-    that both forward and backward take."""
+    """(out, lse) of softmax attention for torch's autograd, or out. names: what the tensors are called (gradient.py). options:
+    those that both forward and backward take. return_lse: is lse a result? Graphs of torch.compile make zeros of the gradient
+    of a result that nobody uses."""
 
     @staticmethod
-    def forward(ctx, names, options, *tensors):
-        """(out, lse), computed without recording gradients."""
+    def forward(ctx, names, options, return_lse, *tensors):
+        """Computed without recording gradients."""
         made = _forward(names, options, *tensors)
         _keep(ctx, names, options, tensors, made)
-        return made
+        return made if return_lse else made[0]
 
     @staticmethod
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, dlse=None):
         """The gradients of the tensors that have one. NotImplementedError: these gradients are to be differentiated
         themselves."""
+        if dout is dlse is None:
+            return (None,) * (3 + len(ctx.names))
         *tensors, out, lse = saved = ctx.saved_tensors
         if not torch.compiler.is_compiling():  # which knows no transforms
             *tensors, out, lse = map(_alive, saved)
-            if _again(dout, tensors, out is not saved[-2]):
+            if _again((dout, dlse), tensors, out is not saved[-2]):
                 raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         with torch.no_grad():
             options = {**ctx.options, **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {})}
-            wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:]) if needs]
-            made = gradients(adjacent(dout), dict(zip(ctx.names, tensors)), out, lse, options, wanted)
-        return None, None, *[made.get(name) for name in ctx.names]
+            wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:]) if needs]
+            made = gradients(_of_out(dout, out), dlse, dict(zip(ctx.names, tensors)), out, lse, options, wanted)
+        return None, None, None, *[made.get(name) for name in ctx.names]
 
 
 class Plain(torch.autograd.Function):
@@ -63,39 +66,38 @@ class Plain(torch.autograd.Function):
         out, lse = made = without_options(q, k, v, causal, scale, family, layout)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)  # else lse's would be zeros, made on the device
-        if not return_lse:
-            return out
-        ctx.mark_non_differentiable(lse)
-        return made
+        return made if return_lse else out
 
     @staticmethod
-    def backward(ctx, dout, _=None):
+    def backward(ctx, dout, dlse=None):
         """See Attention."""
-        if dout is None:
+        if dout is dlse is None:
             return (None,) * 5
         saved = ctx.saved_tensors
-        if torch.is_grad_enabled() and any([x.requires_grad for x in (dout, *saved)]):
+        if torch.is_grad_enabled() and _requires_grad(dout, dlse, *saved):
             raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
         causal, scale, deterministic, family, layout = ctx.told
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        return *backward.plain((adjacent(dout), *saved), causal, scale, in_order, family, layout), None, None
+        of = _of_out(dout, saved[3]), *saved, dlse
+        return *backward.plain(of, causal, scale, in_order, family, layout), None, None
 
 
 class Transformed(torch.autograd.Function):
-    """The same as Attention, in the form that torch.func's transforms need. torch takes 30 us more to call it."""
+    """The same as Attention, in the form that torch.func's transforms need, which keep nothing but arguments and results: lse
+    is one of them. torch takes 30 us more to call it."""
 
     generate_vmap_rule = True
     backward = staticmethod(Attention.backward)
 
     @staticmethod
-    def forward(names, options, *tensors):
+    def forward(names, options, return_lse, *tensors):
         """See Attention."""
         return _forward(names, options, *tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Save what the backward pass needs."""
-        names, options, *tensors = inputs
+        names, options, _, *tensors = inputs
         _keep(ctx, names, options, tensors, output)
 
     @staticmethod
@@ -110,7 +112,7 @@ def _forward(names: tuple[str, ...], options: dict[str, Any], *tensors: Any) -> 
 
 def _keep(ctx: Any, names: tuple[str, ...], options: dict[str, Any], tensors: Sequence[Any], made: tuple[Any, Any]) -> None:
     ctx.names, ctx.options = names, options
-    ctx.mark_non_differentiable(made[1])
+    ctx.set_materialize_grads(False)  # see Plain
     ctx.save_for_backward(*tensors, *made)
 
 
@@ -120,15 +122,25 @@ def _alive(x: Any) -> Any:
     return torch._C._functorch.get_unwrapped(x) if torch._C._functorch.maybe_get_level(x) == OVER else x
 
 
-def _again(dout: Any, tensors: Sequence[Any], over: bool) -> bool:
+def _requires_grad(*tensors: Any) -> bool:
+    """Does one of these, some of which may be None, require grad?"""
+    return any([x is not None and x.requires_grad for x in tensors])
+
+
+def _of_out(dout: Any, out: Any) -> Any:
+    """The gradient of out, for kernels: zeros where a loss depends on lse alone."""
+    return torch.zeros_like(out) if dout is None else adjacent(dout)
+
+
+def _again(of_results: Sequence[Any], tensors: Sequence[Any], over: bool) -> bool:
     """Are the gradients that are being computed to be differentiated themselves? (torch's `once_differentiable` does not see
-    this where dout is a constant, and leaves out the derivatives.) over: is the transform that computes them over? If not, it
-    is one of those that enclose this."""
+    this where these of the results are constants, and leaves out the derivatives.) over: is the transform that computes them
+    over? If not, it is one of those that enclose this."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     enclosing = sum(level.key() == TransformType.Grad for level in levels)
     if enclosing and not over:
         return enclosing > 1
-    return torch.is_grad_enabled() and any([x.requires_grad for x in (dout, *tensors)])
+    return torch.is_grad_enabled() and _requires_grad(*of_results, *tensors)
 
 
 def plain(q: Any, k: Any, v: Any, told: tuple, return_lse: bool) -> Any:
@@ -157,10 +169,10 @@ def prepare(q: Form, k: Form, v: Form, options: tuple, layout: str) -> None:
     backward._backward.prepare(given, (causal, scale, torch.are_deterministic_algorithms_enabled(), family), layout)
 
 
-def differentiable(told: dict[str, Any]) -> tuple[Any, Any]:
-    """(out, lse) of attention.forward, differentiable once with respect to the arrays of gradient.DIFFERENTIABLE; lse has no
-    gradient. told: forward's arguments by name. NotImplementedError, ValueError, TypeError name one with which there is no
-    gradient, or that has none and requires one."""
+def differentiable(told: dict[str, Any], return_lse: bool) -> Any:
+    """out of attention.forward, or (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE. told:
+    forward's arguments by name. NotImplementedError, ValueError, TypeError name one with which there is no gradient, or that
+    has none and requires one."""
     eight(told["aux"])  # which refuses what is none of these
     arrays, options = flat(told)  # torch keeps nothing but tensors for the backward pass
     arrays = {name: told[name] for name in "qkv"} | arrays
@@ -182,9 +194,11 @@ def differentiable(told: dict[str, Any]) -> tuple[Any, Any]:
         to = torch.get_autocast_dtype(kind)
         arrays |= {name: arrays[name].to(to) for name in "qkv" if getattr(arrays[name], "dtype", None) is torch.float32}
     if torch.compiler.is_compiling():
-        return Attention.apply(tuple(arrays), options, *apart(arrays.values()))
-    way = Attention if torch._C._functorch.peek_interpreter_stack() is None else Transformed
-    return way.apply(tuple(arrays), options, *arrays.values())
+        return Attention.apply(tuple(arrays), options, return_lse, *apart(arrays.values()))
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return Attention.apply(tuple(arrays), options, return_lse, *arrays.values())
+    made = Transformed.apply(tuple(arrays), options, True, *arrays.values())
+    return made if return_lse else made[0]
 
 
 def apart(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,16 +1,20 @@
 """The options of a call of attention.forward, checked and brought into one form, with the arrays that some of them hold."""
 
+import functools
 import operator
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar, cast
 
-from tiles.torch_op import exporting
+from tiles.torch_op import exporting, transformed
 
 from ..options import number
 from .block_masks import FIELDS
 from .dropped import SEED_END
 from .prepared_lists import BlockLists, Making
 
+F = TypeVar("F", bound=Callable)
 AUX = 8  # the most arrays that functions in Python may read
 # Rows of schemas, for these arrays and for a caller's lists of blocks.
 OF_AUX = "".join([f"    aux{n}  *  any  optional\n" for n in range(AUX)])
@@ -31,6 +35,22 @@ def differentiated(*arrays: Any) -> bool:
         if getattr(x, "requires_grad", False):
             return not exporting()  # then it is the op's to refuse it
     return False
+
+
+def without_gradients(function: F) -> F:
+    """Decorator: of tensors that require grad the function computes plain results, as torch.autograd.grad does. Under
+    torch.func's transforms such tensors are refused, as their derivatives would be zeros."""
+
+    @functools.wraps(function)
+    def call(*args, **given):
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.is_grad_enabled():  # as in most calls
+            return function(*args, **given)
+        several = [x for parts in given.values() if isinstance(parts, (tuple, list)) for x in parts]
+        with torch.no_grad() if differentiated(*args, *given.values(), *several) and not transformed() else nullcontext():
+            return function(*args, **given)
+
+    return cast(F, call)
 
 
 def ends_of(window: Any) -> tuple[int | None, int | None]:

@@ -142,7 +142,7 @@ def forward(
     where it can run, and for few queries of many keys, without options, decode's kernels, which share out the keys.
 
     Returns `out`, the same kind of array as q, or with return_lse=True `(out, lse)`. lse, (B, H, Sq) in float32, is the
-    natural logarithm of the sum of exp(score), and -inf for a query that sees no key.
+    natural logarithm of the sum of exp(score), and -inf for a query that sees no key. Both have gradients, in torch and JAX.
 
     Arrays are torch's, CuPy's, JAX's, Numba's or anything with `__dlpack__` or `__cuda_array_interface__`. NumPy arrays and
     others in host memory run in the interpreter, slowly and under supervision.
@@ -188,8 +188,7 @@ def forward(
         told |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
         told |= {"dropout": dropout, "seed": seed} if dropout else {}
         told |= {"deterministic": True} if deterministic else {}
-        made = autograd().differentiable(told)
-        return made if return_lse else made[0]
+        return autograd().differentiable(told, common[1])
     # All other calls: the program that serves one, and its arrays and options in the order of the program.
     unrounded = out is not None and getattr(out, "itemsize", 0) != ROUNDED and "float32" in str(getattr(out, "dtype", ""))
     joins = accumulate is not False and flag("accumulate", accumulate)

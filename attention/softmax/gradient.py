@@ -3,6 +3,7 @@
 Arrays go by flat names here, as forward's schema has them: a norm (weights, bias) is q_norm and q_norm_bias, aux is aux0 ..."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import signature
@@ -30,16 +31,17 @@ STOP = "put jax.lax.stop_gradient around"
 
 
 def gradients(
-    dout: Any, given: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
+    dout: Any, dlse: Any, given: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
 ) -> dict[str, Any]:
     """{name: gradient} of a call of forward with these arrays and options that returned out and lse, computed by
-    attention.backward. wanted: the names of the arrays whose gradients are needed; there may be more."""
+    attention.backward of their gradients; dlse: None if lse has none. wanted: the names of the arrays whose gradients are
+    needed; there may be more."""
     arrays = grouped(given)
     q, k, v = (arrays.pop(name) for name in "qkv")
     asked: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
     if any([name in wanted for name in OF_AUX]):
         asked["daux"] = [True if name in wanted else None for name in OF_AUX if name in given]
-    found = attention.backward(dout, q, k, v, out, lse, **arrays, **options, **asked)
+    found = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **asked)
     names = [name for name in DIFFERENTIABLE if name in given and (name in wanted or name not in ASKED)]
     flat = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
     return dict(zip(names, flat, strict=True))
@@ -114,14 +116,15 @@ def _gradients(
 ) -> dict[str, Any]:
     """{name: gradient} of a program's arrays. of_results: the gradients with respect to its results. wanted: the names that
     are needed."""
-    if "lse" in of_results:
-        raise NotImplementedError(f"lse: has no gradient; {STOP} it")
     if not of_results:
         return {}
     told, arrays = _told(given, options), {name: x for name, x in given.items() if name not in BLOCKS}
     if refused := unserved([*told, *grouped(arrays)]):
         raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP} q, k and v")
-    return gradients(of_results["out"], arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
+    dout, dlse = (of_results.get(name) for name in ("out", "lse"))
+    if dout is None:  # of a loss of lse alone
+        dout = sys.modules["jax"].numpy.zeros_like(made["out"])
+    return gradients(dout, dlse, arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
 
 
 def _told(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

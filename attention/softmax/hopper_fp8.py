@@ -60,9 +60,15 @@ class Config(BaseConfig):
         return f"{super().__str__()}{self.units}" + " turned before" * self.turned.before
 
     @property
-    def local_bytes(self):
-        """Bytes of local memory that a thread may use, for shapes that were measured to be faster in spite of them."""
-        return LOCAL.get((self.value_dim, self.kv), 0) if self.turned.before else 0
+    def registers(self):
+        """(a thread's of the producer, of a consumer). One that only loads needs few."""
+        return (24, 240) if self.turned.before and self.consumers == 2 else REGISTERS[self.consumers]
+
+    @property
+    def masks_second(self):
+        """Is the second key block masked, although it lies within the sequence? Full attention in tiles of 160 keys otherwise has
+        a single loop, in which ptxas 13.5 keeps two numbers a thread in local memory; with two loops it finds registers."""
+        return (self.value_dim, self.kv, self.variant) == (128, 160, FULL)
 
     @property
     def part(self):
@@ -83,7 +89,6 @@ TURNED: dict[int, dict[int, Any]] = {
     256: {0: (128, 2, 2)},
 }
 BLOCKED_TURNED: dict[int, Any] = {128: (128, 3, 3)}  # the same of blocks that have units of their own
-LOCAL = {(128, 160): 8, (256, 128): 40}  # columns of V, keys of a tile: bytes
 SHORT = 2048
 MANY = 2048  # query rows that share a head of V, from which on turning it before pays
 ROUNDS = 1.05  # how much longer, by its rows alone, the kernel of TURNED may be busy than the other: it is that much faster
@@ -198,7 +203,7 @@ def make(config: Config):
     MEASURES, units = variant.measures, config.units
     BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
     output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
-    PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
+    PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
     O, PART = rt(16, config.value_dim, fp32), config.part  # a consumer's rows of the output; columns of a product
     WHOLE, TOGETHER = config.value_dim == PART, config.value_dim <= 128  # halves: have registers room for both?
     readers, turned = CONSUMERS * warpgroup.WARPGROUP, config.turned
@@ -318,7 +323,10 @@ def make(config: Config):
                 s = tiling.mask(scored(s, key, tile, of), at, key)
                 seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), tile, of)
                 p, seen = zipped(p), units.summed(seen, p, tile)
-                cut = int32(max(1, every.cut))
+                if MASKS_SECOND:
+                    cut = int32(min(2, every.n))
+                else:
+                    cut = int32(max(1, every.cut))
                 for j in range(int32(1), cut):
                     p, seen, ahead = cut_step(j, p, seen, ahead, k, values, me, of)
                 for j in range(cut, every.n):

@@ -147,29 +147,39 @@ def test_what_is_wrong_is_said_when_the_call_is_traced():
             jax.block_until_ready(jax.jit(attention.forward)(q[..., :60], k[..., :60], v[..., :60]))
 
 
-def summed(dout, **options):
-    """sum(forward(q, k, v) dout), a function of arrays: q, k, v and a sink, if there is one more."""
+def summed(dout, dlse=None, **options):
+    """sum(forward(q, k, v) dout), and of lse and dlse, a function of arrays: q, k, v and a sink, if there is one more. dout may
+    be None."""
 
     def loss(q, k, v, sink=None):
-        return (attention.forward(q, k, v, sink=sink, **options).astype(jnp.float32) * dout).sum()
+        out, lse = attention.forward(q, k, v, sink=sink, return_lse=True, **options)
+        return sum((x.astype(jnp.float32) * dx).sum() for x, dx in ((out, dout), (lse, dlse)) if dx is not None)
 
     return loss
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (9, None), "softcap": 3.0}, {"layout": "bhsd"}], ids=str)
-def test_gradients(options):
-    """Against float64, as backward's are judged; traced by jit inside, outside and not at all, and over checkpoints."""
+@pytest.mark.parametrize(
+    ("options", "of"),
+    [({}, "out"), ({"causal": True, "window": (9, None), "softcap": 3.0}, "both"), ({"layout": "bhsd"}, "lse")],
+    ids=str,
+)
+def test_gradients(options, of):
+    """Of a loss of out, of lse, of both. Against float64, as backward's are judged; traced by jit inside, outside and not at
+    all, and over checkpoints."""
     with jax.default_device(CPU):
         arrays = tile(0, 1, TOKENS, 4, HEAD), *(tile(n, 1, TOKENS, 2, HEAD) for n in (1, 2))
         dout, sink = tile(3, 1, TOKENS, 4, HEAD), rate(4, 4) if options else None
         if "layout" in options:
             *arrays, dout = (x.swapaxes(1, 2) for x in (*arrays, dout))
-        loss, given = summed(dout.astype(jnp.float32), **options), [*arrays, *[sink] * (sink is not None)]
+        dlse = None if of == "out" else 3 * jax.random.normal(jax.random.key(9), (1, 4, TOKENS))
+        loss = summed(None if of == "lse" else dout.astype(jnp.float32), dlse, **options)
+        given = [*arrays, *[sink] * (sink is not None)]
         places = tuple(range(len(given)))
         got = jax.grad(loss, places)(*given)
         for way in jax.jit(jax.grad(loss, places)), jax.grad(jax.jit(loss), places), jax.grad(jax.checkpoint(loss), places):
             assert_same(way(*given), got)
-        given = [np.asarray(x) for x in (dout, *arrays)]
+        given = [np.asarray(x) for x in (dout * (of != "lse"), *arrays)]
+        options |= {} if dlse is None else {"dlse": np.asarray(dlse)}
         options |= {} if sink is None else {"sink": np.asarray(sink)}
         ref, low = (f(*given, **options) for f in (reference.backward, reference.backward_low))
         for *three, name in zip(got, ref, low, ("dq", "dk", "dv", "dsink")):
@@ -237,7 +247,6 @@ def test_what_has_no_gradient_says_so(monkeypatch):
         refused = [
             (lambda q: jax.grad(lambda q: total(jax.grad(loss)(q)))(q), "no second derivatives"),
             (lambda q: jax.jacfwd(jax.grad(loss))(q), "no second derivatives"),
-            (jax.grad(lambda q: attention.forward(q, k, v, return_lse=True)[1].sum()), "^lse: has no gradient"),
             (jax.grad(lambda q: total(attention.linear(q, k, v))), "^q: the backward pass is not there yet"),
             (lambda q: jax.jvp(lambda q: total(attention.linear(q, k, v)), (q,), (q,)), "^q: the backward pass is not there"),
         ]
@@ -279,9 +288,11 @@ def test_gradients_on_the_card():
     if jax.default_backend() != "gpu":
         pytest.skip("this JAX has no GPU")
     q, k, v, dout = (tile(n, 2, 200, 4, HEAD) for n in range(4))
-    loss = summed(dout.astype(jnp.float32), causal=True)
+    dlse = 3 * jax.random.normal(jax.random.key(9), (2, 4, 200))
+    loss = summed(dout.astype(jnp.float32), dlse, causal=True)
     theirs = [torch.from_dlpack(x).clone().requires_grad_() for x in (q, k, v)]
-    attention.forward(*theirs, causal=True).backward(torch.from_dlpack(dout))
+    made = attention.forward(*theirs, causal=True, return_lse=True)
+    torch.autograd.backward(made, [torch.from_dlpack(x) for x in (dout, dlse)])
     for way in jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2))):
         for x, y in zip(way(q, k, v), theirs):
             torch.testing.assert_close(torch.from_dlpack(x), y.grad, rtol=2**-6, atol=2**-7)

@@ -14,19 +14,33 @@ def torch_inputs(*shape, device="cpu"):
     return [torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3)]
 
 
+LOSSES = {  # (of out and lse, its gradients by them)
+    "out": (lambda out, lse: out.float().square().sum(), lambda out, lse: ((2 * out.float()).bfloat16(), None)),
+    "lse": (lambda out, lse: lse.square().sum(), lambda out, lse: (out * 0, 2 * lse)),
+    "both": (
+        lambda out, lse: out.float().square().sum() + lse.exp().sum(),
+        lambda out, lse: ((2 * out.float()).bfloat16(), lse.exp()),
+    ),
+}
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_torch_tensors_that_require_grad(device):
-    """Through autograd, under torch.compile and checkpointed: what backward gives."""
+@pytest.mark.parametrize("options", [dict(causal=True), dict(causal=True, window=(9, None))], ids=["plain", "window"])
+@pytest.mark.parametrize("of", LOSSES)
+def test_torch_tensors_that_require_grad(of, options, device):
+    """Through autograd, under torch.compile and checkpointed, of a loss of out, of lse, of both: what backward gives."""
     torch = pytest.importorskip("torch")
     given = torch_inputs(1, 24, 2, 64, device=device)
+    of_results, gradients = LOSSES[of]
 
     def loss(q, k, v):
-        return attention.forward(q, k, v, causal=True, window=(9, None)).float().square().sum()
+        return of_results(*attention.forward(q, k, v, return_lse=True, **options))
 
     got = torch.autograd.grad(loss(*given), given)
-    with torch.no_grad():
-        out, lse = attention.forward(*given, causal=True, window=(9, None), return_lse=True)
-        wanted = attention.backward((2 * out.float()).bfloat16(), *given, out, lse, causal=True, window=(9, None))
+    out, lse = (x.detach() for x in attention.forward(*given, return_lse=True, **options))
+    dout, dlse = gradients(out, lse)
+    wanted = attention.backward(dout, *given, out, lse, dlse=dlse, **options)
+    assert not any(x.requires_grad for x in wanted)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     again = torch.autograd.grad(compiled(*given), given)
     kept = torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)
@@ -34,6 +48,119 @@ def test_torch_tensors_that_require_grad(device):
     for one in (got, again, torch.autograd.grad(kept, given), functional):
         for x, y in zip(one, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
+
+
+def attended(q, k, v, **options):
+    return attention.forward(q, k, v, layout="bhsd", return_lse=True, **options)
+
+
+def of_softmax(q, k, v):
+    """The formula in float64."""
+    s = q.double() @ k.double().mT / 8
+    return s.softmax(-1) @ v.double(), s.logsumexp(-1)
+
+
+def joined(q, k, v):
+    """Of the keys in two parts, merged by lse."""
+    (out, lse), (more, its) = (attended(q, k[..., part, :], v[..., part, :]) for part in (slice(9), slice(9, None)))
+    every = lse.logaddexp(its)
+    return (lse - every).exp()[..., None] * out.double() + (its - every).exp()[..., None] * more.double(), every
+
+
+USES = {
+    "z-loss": (attended, lambda out, lse: out.square().sum() + 0.1 * lse.square().sum()),
+    "sigmoid of lse": (attended, lambda out, lse: (out * (lse - 3).sigmoid()[..., None]).square().sum()),
+    "parts": (joined, lambda out, lse: out.square().sum() - lse.cos().sum()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_lse_is_used_for(use):
+    """It trains as the formula does."""
+    torch = pytest.importorskip("torch")
+    function, of_results = USES[use]
+    given = torch_inputs(1, 2, 24, 64)
+    losses = [of_results(*[x.double() for x in one(*given)]) for one in (function, of_softmax)]
+    for x, y in zip(*(torch.autograd.grad(loss, given) for loss in losses), strict=True):
+        assert (x.double() - y.double()).norm() < 2**-7 * y.double().norm()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 1e4}], ids=["plain", "softcap"])
+def test_lse_of_a_query_that_sees_nothing_has_no_part_in_gradients(options):
+    """It is -inf, and so may its gradient be, or NaN. With a sink it is the sink, and has."""
+    torch = pytest.importorskip("torch")
+    q, (k, v) = torch_inputs(1, 1, 24, 64)[0], torch_inputs(1, 1, 16, 64)[:2]
+    out, lse = attended(q, k, v, causal=True, **options)
+    got = torch.autograd.grad(out.float().sum() + lse.square().sum() + (lse - lse).sum(), (q, k, v))
+    out, lse = attended(q[..., 8:, :], k, v, causal=True, **options)
+    wanted = torch.autograd.grad(out.float().sum() + lse.square().sum(), (q, k, v))
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
+    sink = torch.tensor([0.5], requires_grad=True)
+    of_sink, of_keys = attended(q, k, v, causal=True, sink=sink, **options)[1].split([8, 16], -1)
+    torch.testing.assert_close(torch.autograd.grad(of_sink.sum(), sink, retain_graph=True)[0], torch.tensor([8.0]))
+    of_keys.sum().backward()
+    torch.testing.assert_close(sink.grad, (sink.detach() - of_keys.detach()).exp().sum()[None], rtol=1e-4, atol=1e-4)
+
+
+WAYS = {  # of the gradient of a loss of q
+    "eager": lambda torch, loss, q: torch.autograd.grad(loss(q), q),
+    "torch.func.grad": lambda torch, loss, q: torch.func.grad(loss)(q.detach()),
+    "vmap of it": lambda torch, loss, q: torch.vmap(torch.func.grad(loss))(q.detach()[None]),
+    "it of vmap": lambda torch, loss, q: torch.func.grad(lambda q: torch.vmap(loss)(q).sum())(q.detach()[None]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
+def test_results_that_nobody_uses_cost_nothing(way, options, monkeypatch):
+    """Of lse no zeros are made, and no other kernels run; of neither nothing is computed."""
+    torch = pytest.importorskip("torch")
+    backward, asked = importlib.import_module("attention.softmax.backward.backward"), []
+    programs = [getattr(backward, name) for name in ("_backward", "_variant")]
+    for program in programs:
+        monkeypatch.setattr(program, "run", lambda *args, real=program.run: asked.append(args[1][6]) or real(*args))
+    (q, *_) = torch_inputs(1, 8, 1, 64)
+    WAYS[way](torch, lambda q: attention.forward(q, q, q, return_lse=True, **options)[0].float().sum(), q)
+    assert asked == [None]
+    WAYS[way](torch, lambda q: q.float().sum() + 0 * sum(len(x) for x in attention.forward(q, q, q, return_lse=True)), q)
+    assert asked == [None]
+
+
+def test_no_graph_has_zeros_for_an_lse_that_is_not_returned():
+    """torch.compile makes them of each result that is."""
+    torch = pytest.importorskip("torch")
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=lambda graph, _: graphs.append(graph.code) or make_boxed_func(graph.forward),
+    )
+    (q, *_) = torch_inputs(1, 8, 1, 64)
+    loss = lambda q: attention.forward(q, q, q, softcap=3.0).float().square().sum()
+    torch.compile(loss, fullgraph=True, backend=backend)(q).backward()
+    assert len(graphs) == 1 and "tiles.backward_variant" in graphs[0] and "zeros" not in graphs[0]
+
+
+def test_backward_of_tensors_that_require_grad():
+    """It computes plain tensors, as torch.autograd.grad does. Under torch.func.grad they would count as constants, so it says
+    that they have no derivatives."""
+    torch = pytest.importorskip("torch")
+    given, ones = torch_inputs(1, 8, 1, 64), torch.ones(64, requires_grad=True)
+    options = {"sink": ones[:1].detach().requires_grad_(), "q_norm": (ones.detach(), ones)}
+    for more in {}, options:
+        out, lse = attention.forward(*given, return_lse=True, **more)
+        made = attention.backward(out, *given, out, lse, dlse=lse, **more)
+        with torch.no_grad():
+            wanted = attention.backward(out, *given, out, lse, dlse=lse, **more)
+        flat = [[x for one in found for x in (one if isinstance(one, tuple) else (one,))] for found in (made, wanted)]
+        assert not any(x.requires_grad for x in flat[0]) and all(map(torch.equal, *flat))
+    *rest, out, lse = (x.detach() for x in (*given, out, lse))
+    twice = torch.func.grad(lambda q: attention.backward(out, q, *rest[1:], out, lse)[0].float().sum())
+    with pytest.raises(NotImplementedError, match="^q: requires grad, and"):
+        twice(rest[0])
 
 
 @pytest.mark.parametrize("case", ["keys are values", "one array of ends"])
@@ -102,7 +229,7 @@ def test_autograd_is_deterministic_where_torch_is(monkeypatch, options):
 
     backward = importlib.import_module("attention.softmax.backward.backward")
     (q, *_), asked, real, plain = torch_inputs(1, 8, 1, 64), [], autograd.gradients, backward.plain
-    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[4].get("deterministic", False)) or real(*args))
+    monkeypatch.setattr(autograd, "gradients", lambda *args: asked.append(args[5].get("deterministic", False)) or real(*args))
     monkeypatch.setattr(backward, "plain", lambda *args: asked.append(args[3]) or plain(*args))
     for on, of_call in ((False, False), (True, False), (False, True)):
         torch.use_deterministic_algorithms(on)
@@ -164,9 +291,9 @@ def test_autograd_takes_an_expanded_gradient_and_autocast():
     torch = pytest.importorskip("torch")
     q = torch.randn(1, 20, 1, 64, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        out = attention.forward(q, q, q)
+        out, lse = attention.forward(q, q, q, return_lse=True)
     assert out.dtype is torch.bfloat16
-    out.sum().backward()
+    (out.sum() + lse.sum()).backward()
     assert q.grad.dtype is torch.float32 and torch.isfinite(q.grad).all() and q.grad.abs().max() > 0
 
 
@@ -174,8 +301,7 @@ def test_what_autograd_refuses():
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
     out, lse = attention.forward(q, k, v, return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
-    for loss in (out.sum(), out.float().square().sum()):
+    for loss in (out.sum(), out.float().square().sum(), lse.sum(), lse.square().sum()):
         with pytest.raises(NotImplementedError, match="no second derivatives"):
             torch.autograd.grad(loss, q, create_graph=True, retain_graph=True)
     twice = torch.func.grad(lambda x: torch.func.grad(lambda y: attention.forward(y, y, y).float().sum())(x).float().sum())

@@ -130,7 +130,10 @@ CALLS = {
     ),
     "backward, window": (
         attention.backward,
-        lambda x: ((x.qkv()[2], *x.qkv(), x.qkv()[2], 9 + x.state(x.tokens)), dict(causal=True, window=(5, None))),
+        lambda x: (
+            (x.qkv()[2], *x.qkv(), x.qkv()[2], 9 + x.state(x.tokens)),
+            dict(causal=True, window=(5, None), dlse=x.state(x.tokens)),
+        ),
     ),
     "projected": (
         projecting,

@@ -214,7 +214,7 @@ def test_a_wrong_rule_is_caught(wrong):
         names = tuple(inspect.signature(definition).parameters)
         found = traced(definition, names, tuple(Shape(s, "bfloat16") for s in shapes))
         forms = [form for form in rules.equal(found.roots, found.space, [HEADS, rule]) if rule in form.rules]
-        caught += sum(not identity(found.roots, form.roots, trials=1).equal for form in forms[:2])
+        caught += sum(not identity(found.roots, form.roots, points=1).equal for form in forms[:2])
     assert caught
 
 

@@ -7,14 +7,14 @@ import pytest
 
 import fuse
 import fuse.operators as operators
-from fuse import inspect, module, terms
+from fuse import graph, inspect, module, terms
 from fuse.candidates import candidates, chosen
 from fuse.cost import card, card_of
 from fuse.derivative import BACK, NoRule
 from fuse.evaluate import InNumPy, evaluate
 from fuse.proof import identity
 from fuse.trace import Shape, traced
-from tiles import bf16, fp32
+from tiles import bf16, fp16, fp32
 from tiles.testing import assert_close
 
 # ---- the chain rule --------------------------------------------------------------------------------------------------
@@ -64,6 +64,57 @@ def test_finite_differences(name):
         ahead, back = ([a if n != place else a + step * along for n, a in enumerate(wide)] for step in (1e-6, -1e-6))
         slope = ((value(*ahead) - value(*back)) * by).sum() / 2e-6
         assert abs((got.reshape(along.shape) * along).sum() - slope) <= 1e-6 * max(1, abs(slope))
+
+
+ROWS = np.zeros((4, 8), np.float32), np.zeros((4, 8), np.float32)
+MORE = {  # definitions for the operations that DEFINITIONS lacks
+    "casts": (lambda x, y: fuse.cast(fuse.cast(x * y, bf16) * x, fp16) * fuse.cast(y, fp32), *ROWS),
+    "dropout": (lambda x, seed: fuse.dropout(x * x, 0.5, seed), ROWS[0], np.array([3])),
+    "pick": (lambda x, index: x * fuse.pick(x, index), ROWS[0], np.zeros(4, np.int64)),
+}
+NO_GRADIENT = "less", "less_equal", "greater", "greater_equal"
+
+
+def _functions():
+    """(function, arrays, gradients by its results) of all definitions."""
+    for definition, *shapes in DEFINITIONS.values():
+        yield fuse.kernel(definition), [np.zeros(shape, np.float32) for shape in shapes]
+    for definition, *arrays in MORE.values():
+        yield fuse.kernel(definition), arrays
+
+
+def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
+    """Differences agree with all gradients; and they see it if one rule of BACK gives 0.1 % too much to one of its operands."""
+    seen = set()
+    for function, arrays in _functions():
+        roots = function.trace(arrays).roots
+        by = [np.zeros(x.extents, np.float32) for x in roots]
+        operations = {x.operation for x in graph.walk(*roots) if x.of} - seen - {*NO_GRADIENT, "is_column"}
+        assert function.gradient.differences(*arrays, *by).passed
+        for operation in operations:
+            right = BACK[operation]
+
+            def wrong(g, y, *of, right=right):
+                parts = [*right(g, y, *of)]
+                place = next(n for n, part in enumerate(parts) if part is not None and of[n].operation != "number")
+                parts[place] = parts[place].scaled(1.001)
+                return parts
+
+            with monkeypatch.context() as patch:
+                patch.setitem(BACK, operation, wrong)
+                known = fuse.kernel(function.definition).gradient.differences(*arrays, *by)
+            if not known.passed:  # what shifts a softmax alone is not asked for
+                assert "is NOT the gradient" in str(known)
+                seen.add(operation)
+    assert seen == {*BACK} - {*NO_GRADIENT}
+
+
+def test_a_sum_is_not_dropped_for_being_0_in_one_field():
+    """m a - m (a 2^-61) is 0 modulo 2^61 - 1, and the maximum has a gradient all the same."""
+    x, a = np.array([[1.0, 2.0, 0.5, 3.0]], np.float32), np.full((1, 4), 2.0, np.float32)
+    kernel = fuse.kernel(lambda x, a: fuse.max(x) * a - fuse.max(x) * (a * 2.0**-61))
+    dx, _ = values(kernel.gradient, (x, a, np.ones((1, 4), np.float32)))
+    assert np.allclose(dx, [[0, 0, 0, 8]])
 
 
 def test_a_norm_comes_back_as_one_writes_it():

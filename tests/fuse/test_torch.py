@@ -222,6 +222,15 @@ def test_experts():
     assert down.grad.isfinite().all() and (down.grad != 0).any(-1).any(-1).sum() >= 2
 
 
+def test_what_says_how_it_is_computed_takes_what_requires_grad():
+    """As a model's weights do: nothing is computed that could be differentiated."""
+    given = [x.requires_grad_() for x in tensors((3, 40), (40,), (40, 24))]
+    plain = [x.detach() for x in given]
+    for name in "explain", "source", "proof":
+        says = getattr(operators.rms_norm_linear, name)
+        assert str(says(*given)) == str(says(*plain))
+
+
 def test_what_has_no_kernel():
     """It runs by parts, and says why."""
     kernel = fuse.kernel(lambda x: fuse.concatenate([x, x]) * 2.0)

@@ -18,6 +18,14 @@ def test_tolerance():
     assert tolerance(np.zeros((0, 3)), np.zeros((0, 3)), bf16) == 0
 
 
+def test_tensors_that_require_grad_are_compared():
+    torch = pytest.importorskip("torch")
+    ref = torch.ones(3, requires_grad=True)
+    assert_close(ref * 1, ref, ref)
+    with pytest.raises(AssertionError, match="3 of 3"):
+        assert_close(ref * 2, ref, ref)
+
+
 def test_infinities_must_be_the_same():
     ref = np.array([-np.inf, 1.0])
     assert_close(np.array([-np.inf, 1.0], np.float32), ref, ref)

@@ -10,7 +10,7 @@ from tiles.schema import REAL, Problem, Schema
 from ...names import by_other_names
 from ...options import flag, number, positive
 from ..assembled import assembled
-from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of
+from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
 from ..gradient import ONCE
 from ..index_checks import Asking, indexed
 from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
@@ -29,6 +29,7 @@ OF_FORWARD = """
     v    BTGV  tile
     out  BSHV  tile
     lse  BHS   float32
+    dlse BHS   float32  optional
 """
 OF_INPUTS = """\
     dq   BSHD  tile  made
@@ -79,6 +80,7 @@ VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into
 
 
 @by_other_names
+@without_gradients
 def backward(
     dout: Any,
     q: Any,
@@ -87,6 +89,7 @@ def backward(
     out: Any,
     lse: Any,
     *,
+    dlse: Any = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -121,24 +124,26 @@ def backward(
     stream: Any = None,
     family: str | None = None,
 ) -> tuple[Any, ...]:
-    """Gradients of attention.forward. For a loss L and dout = dL/dout: dq = dL/dq, dk = dL/dk and dv = dL/dv.
+    """Gradients of attention.forward. For a loss L, dout = dL/dout and dlse = dL/dlse: dq = dL/dq, dk = dL/dk and dv = dL/dv.
 
         P = exp(scale q k^T - lse)    dv = P^T dout
-        dS = P (dout v^T - rowsum(dout out))    dq = scale dS k    dk = scale dS^T q
+        dS = P (dout v^T - rowsum(dout out) + dlse)    dq = scale dS k    dk = scale dS^T q
 
-    dout: as out. out, lse: what forward returned, with return_lse=True. q, k, v, causal, window, softcap, alibi, sink, bias,
-    mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale, layout: what forward was called
-    with; dS is then that of q k^T, before all these. The gradients of heads that share a key head are summed. Queries that
-    see nothing have gradients of 0, and so have keys that are not in use.
+    dout: as out. out, lse: what forward returned, with return_lse=True. dlse: as lse, float32; None where L does not depend on
+    lse. It takes no more time than without. For queries that see nothing it may be anything, also inf or NaN. q, k, v, causal,
+    window, softcap, alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale,
+    layout: what forward was called with; dS is then that of q k^T, before all these. The gradients of heads that share a key
+    head are summed. Queries that see nothing have gradients of 0, and so have keys that are not in use.
 
     dq, dk, dv, dsink, dq_norm, dk_norm: written in place instead of new arrays. accumulate: they must be given, in float32,
     and the gradients are added to what they hold, unrounded; the same holds for dbias, dalibi and daux, if they are asked
-    for.
+    for. dsink: False where it is not wanted.
 
-    dbias, dalibi: True for the gradients of a bias (summed over axes of length 1) and of slopes; or an array to write to.
-    daux: True for the gradients of all arrays of aux that do not hold integers, as far as score reads them; or, for each
-    array, True, an array to write to, or None. They are float32. Each is computed from the scores once more, in a fixed
-    order: the same bits every time. With packed sequences, entries of a bias that belong to no sequence get 0.
+    dbias, dalibi: True for the gradients of a bias (summed over axes of length 1) and of slopes; or an array to write to; False
+    or None: not wanted. daux: True for the gradients of all arrays of aux that do not hold integers, as far as score reads
+    them; or, for each array, True, an array to write to, or None or False. They are float32. Each is computed from the scores
+    once more, in a fixed order: the same bits every time. With packed sequences, entries of a bias that belong to no sequence
+    get 0.
 
     The derivative of score is found by running it once on symbolic terms. So score may do all that it may in forward, except
     `map`. Tiles of queries that see no key of a block are skipped, as forward skips blocks of keys.
@@ -156,18 +161,20 @@ def backward(
     forward's other options have no gradient yet. stream, family: as in forward.
 
     Returns (dq, dk, dv), followed, in this order, by dbias and dalibi, if asked for; dsink, if there is a sink; each of daux
-    that is asked for; those of norms. They are the same kind of arrays as q. Arrays and errors are those of forward."""
+    that is asked for; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch's
+    tensors may require grad, and what is returned does not. Arrays and errors are those of forward."""
     no_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
     no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
     if no_scores and no_more and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
         simple = flag("causal", causal), number("scale", scale), flag("deterministic", deterministic), family
-        return _backward(stream, (dout, q, k, v, out, lse, dq, dk, dv), simple, layout)
+        return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), simple, layout)
     of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
-    if dsink is not None and sink is None:
+    dsink = sink is not None if dsink is None else dsink
+    if dsink is not False and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
     norms.check("q", q_norm, dq_norm)
     norms.check("k", k_norm, dk_norm)
-    besides = dbias, dalibi, True if dsink is None and sink is not None else dsink, *each_of(daux, read)
+    besides = [None if x is False else x for x in (dbias, dalibi, dsink, *each_of(daux, read))]
     if flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
         check_given({"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None})
@@ -181,7 +188,7 @@ def backward(
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
     of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
-    given = dout, of_q, of_k, v, out, lse, *of_scores, *into, dv
+    given = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
     options = (
         flag("causal", causal),
         *ends_of(window),
@@ -211,7 +218,7 @@ def backward(
 def plain(
     of: tuple, causal: bool, scale: float | None, deterministic: bool, family: str | None, layout: str
 ) -> tuple[Any, Any, Any]:
-    """backward of (dout, q, k, v, out, lse) on the current stream, with no more options than these."""
+    """backward of (dout, q, k, v, out, lse, dlse) on the current stream, with no more options than these."""
     return _backward(None, (*of, None, None, None), (causal, scale, deterministic, family), layout)
 
 
@@ -223,8 +230,8 @@ def check_given(arrays: dict[str, Any]) -> None:
 
 
 def each_of(daux: Any, aux: tuple) -> tuple:
-    """What is to become of the gradient of each array of aux: True, an array to write to, or None; TypeError."""
-    if daux is None or daux is True:
+    """What is to become of the gradient of each array of aux: True, an array to write to, None or False; TypeError."""
+    if daux is None or isinstance(daux, bool):
         return tuple([daux and (True if x is not None and is_real(x) else None) for x in aux])
     count = sum(x is not None for x in aux)
     if not isinstance(daux, (tuple, list)) or len(daux) != count:
@@ -289,7 +296,7 @@ def _variant(
         more=[*more, (blocked, {})] if blocked else more,
     )
     reads = {name: read_by(problem, name, found) for name in also.split() if name != "dsink"}
-    plan = planned(problem, made, scale, deterministic, family, aux, listing, reads)
+    plan = planned(problem, made, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
     return plan._replace(steps=[*looks, *plan.steps])
 
 

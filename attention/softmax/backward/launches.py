@@ -37,12 +37,14 @@ def planned(
     aux: Sequence[Operand] = (),
     listing: Listing | None = None,
     reads: Mapping[str, Sequence[Added]] = MappingProxyType({}),
+    sunk: bool = False,
 ) -> Plan:
     """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
     in a fixed order. aux: the arrays that its functions read. listing: how it is listed which tiles of queries see a block of
-    keys; None: there is no need to. reads: by the name of a gradient what reads the array that it belongs to."""
+    keys; None: there is no need to. reads: by the name of a gradient what reads the array that it belongs to. sunk: is the
+    sinks' gradient asked for?"""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
-    gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * ("sink" in problem), *reads)]
+    gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * sunk, *reads)]
     adds = problem.schema.arguments["dq"].role == "updated"
     give = nothing if adds else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
@@ -50,7 +52,7 @@ def planned(
     (lie, where), gpu = sequences_of(problem), machine(problem.device)
     module, config, plain = chosen(problem, made, ordered, family, aux, listing, reads)
     if module is hopper_wide:
-        return planned_wide(problem, made, scale, config, ordered)
+        return planned_wide(problem, made, scale, config, ordered, sunk)
     learns, by_list = config.learns, config.by_list
     parts, cut = config.parts, shares.Cut()
     if lie.packed:  # see there, how many blocks that takes
@@ -109,23 +111,13 @@ def planned(
         **read,
         **learnt,
     )
-    before = kernel_for(prepare, prepare.config_of(config), problem.device).bind(
-        batch * heads * tiles,
-        gO=problem["out"],
-        gDO=problem["dout"],
-        gLse=problem["lse"],
-        gSums=of_rows,
-        gSum=of_rows if config.alone else sums,
-        blocks=tiles,
-        heads=heads,
-        **told,
-    )
+    before = _of_queries(problem, prepare.config_of(config), of_rows, of_rows if config.alone else sums, tiles, told)
     steps = [*early.steps, before, main]
     if not config.alone:
         after = kernel_for(finish, finish.config_of(config), problem.device)
         told = {"blocks": tiles, "heads": heads, "unit": scale} | where
         steps.append(after.bind(batch * heads * tiles, gSum=sums, gDQ=problem["dq"], **told))
-    if "sink" in problem:
+    if sunk:
         steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
     learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
@@ -145,7 +137,9 @@ def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.
     return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
 
 
-def planned_wide(problem: Problem, made: Assembled, scale: float, by_keys: hopper_wide.Config, ordered: bool) -> Plan:
+def planned_wide(
+    problem: Problem, made: Assembled, scale: float, by_keys: hopper_wide.Config, ordered: bool, sunk: bool
+) -> Plan:
     """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Of dQ nothing is summed in memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
@@ -155,17 +149,7 @@ def planned_wide(problem: Problem, made: Assembled, scale: float, by_keys: hoppe
     cut = shares.cut_of(problem, blocks, tiles, ordered, made.variant.rising, gpu.processors)
     of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
-    before = kernel_for(prepare, prepare.without_sums(by_keys), problem.device).bind(
-        batch * heads * tiles,
-        gO=problem["out"],
-        gDO=problem["dout"],
-        gLse=problem["lse"],
-        gSums=of_rows,
-        gSum=of_rows,  # there are none to clear
-        blocks=tiles,
-        heads=heads,
-        **where,
-    )
+    before = _of_queries(problem, prepare.without_sums(by_keys), of_rows, of_rows, tiles, where)  # there are none to clear
     of_queries = {"heads": heads, "pairs": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [before]
     for module, config, count, own in [
@@ -190,9 +174,27 @@ def planned_wide(problem: Problem, made: Assembled, scale: float, by_keys: hoppe
                 **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
             )
         )
-    if "sink" in problem:
+    if sunk:
         steps.append(_of_sinks(problem, sinks.Config(by_keys.rows, Written(fp32)), of_rows, batch, tiles))
     return Plan([*steps, *late.steps], early.scratch)
+
+
+def _of_queries(problem: Problem, config: prepare.Config, of_rows: Any, sums: Any, tiles: int, told: Mapping[str, Any]) -> Any:
+    """The launch that finds two numbers of each query, and clears the sums."""
+    batch, heads = problem("BH")
+    dlse = {} if (x := problem["dlse"]) is None else {"dlse": x}
+    return kernel_for(prepare, replace(config, of_lse=bool(dlse)), problem.device).bind(
+        batch * heads * tiles,
+        gO=problem["out"],
+        gDO=problem["dout"],
+        gLse=problem["lse"],
+        gSums=of_rows,
+        gSum=sums,
+        blocks=tiles,
+        heads=heads,
+        **dlse,
+        **told,
+    )
 
 
 def _of_sinks(problem: Problem, config: sinks.Config, of_rows: Any, batches: int, tiles: int) -> Any:

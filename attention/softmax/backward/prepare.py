@@ -1,5 +1,9 @@
 """Runs before the main kernel of the gradients. For every query it computes the sum of dO O, which the softmax subtracts from
-dP, and the log-sum-exp in powers of 2; and it clears the sums of dQ, unless the first block stores there."""
+dP, less the gradient of the log-sum-exp, if it has one; and the log-sum-exp in powers of 2. And it clears the sums of dQ,
+unless the first block stores there.
+
+A score's gradient is dS = P (dP - delta), delta = sum(dO O) - dlse, because P is also the derivative of lse by the scores. Of a
+sink, a score without a value, it is P (0 - delta). So whatever reads delta takes the gradient of lse into account."""
 
 import functools
 from collections.abc import Iterator
@@ -10,7 +14,7 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, finish_sum, grid, lane_sum, load, load_unordered, row_index, store, truncate, where, zeros
-from tiles import dtype, fp32, rt
+from tiles import dtype, fp32, inlined, rt
 from tiles.arguments import INT, Record, array, record
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
@@ -27,8 +31,8 @@ NEVER = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: it
 @dataclass(frozen=True)
 class Config:
     """The kernel's configuration: the padded columns of O, queries of a tile, how dQ is cut (if it is summed), whether rows of
-    O and dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, and whether the kernel begins while
-    the grid before it ends."""
+    O and dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, whether the kernel begins while the
+    grid before it ends, and whether the log-sum-exp has a gradient."""
 
     value_dim: int
     rows: int
@@ -38,6 +42,7 @@ class Config:
     lie: type[Batched] = field(default=Batched, kw_only=True)
     order: Unordered = field(default=UNORDERED, kw_only=True)
     early: bool = field(default=False, kw_only=True)
+    of_lse: bool = field(default=False, kw_only=True)
 
     @property
     def threads(self):
@@ -51,12 +56,13 @@ class Config:
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of sequences and of the order."""
-        return record(**self.sequences.given, **self.order.given)
+        """What the kernel is told of sequences and of the order, and the gradient of the log-sum-exp."""
+        of_lse = {"dlse": array(3)} if self.of_lse else {}
+        return record(**self.sequences.given, **self.order.given, **of_lse)
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early
+        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early + ", dlse" * self.of_lse
         return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
@@ -75,15 +81,24 @@ def without_sums(config: hopper_wide.Config) -> Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with: what the main kernel's are."""
-    yield from dict.fromkeys(config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything))
-    yield from dict.fromkeys(without_sums(config) for config in hopper_wide.space(arch, everything))
+    """What problems are served with: what the main kernel's are, each with a gradient of lse, too."""
+    found = [config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything)]
+    found += [without_sums(config) for config in hopper_wide.space(arch, everything)]
+    of_lse = [replace(config, of_lse=True) for config in (found if everything else found[:1])]
+    yield from dict.fromkeys(found + of_lse)
+
+
+@inlined
+def less_dlse(delta, there, spec, at, given):
+    """delta less the gradient of the log-sum-exp, vectors of type `spec`, of rows that are there and see a key. In that of
+    others no score has a part, so that it may be anything."""
+    return where(there, delta - load(given.dlse, spec, at), 0.0)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ALIGNED, EARLY = True if config.aligned else None, config.early
+    ALIGNED, EARLY, OF_LSE = True if config.aligned else None, config.early, config.of_lse
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
@@ -110,8 +125,11 @@ def make(config: Config):
         for col in range(0, COLUMNS, PART.cols):
             at = own.batch, own.query + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
-        store(gSums, finish_sum(delta), (own.batch, head, int32(to + ROWS)))
+        delta = finish_sum(delta)
         there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
+        if OF_LSE:
+            delta = less_dlse(delta, there, PART.col_vec, (own.batch, head, own.query + row), given)
+        store(gSums, delta, (own.batch, head, int32(to + ROWS)))
         store(gSums, where(there, lse, NEVER), (own.batch, head, to))
         if warp == 0:
             order.begin(given, pair, tile)

@@ -1,8 +1,10 @@
 """Gradients through attention/compat, on torch's tensors, against torch's autograd of the formula in float64."""
 
+import math
+
 import pytest
 
-from attention.compat import flash_attn, flash_attn_interface, flex, sdpa
+from attention.compat import flash_attn, flash_attn_interface, flashinfer, flex, sdpa
 
 torch = pytest.importorskip("torch")
 ROWS, COLS, HEADS, KEYS, DIM = 9, 12, 4, 2, 16
@@ -21,16 +23,31 @@ def swapped(function, *options, **named):
 
 def packed(q, k, v):
     """FlashAttention's packed sequences."""
-    return flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ENDS, PACKED, 5, 7)[None]
+    out, lse, _ = flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], ENDS, PACKED, 5, 7, return_attn_probs=True)
+    return out[None], lse[None]
+
+
+def ragged(q, k, v):
+    """FlashInfer's, whose lse is to the base 2."""
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(0))
+    wrapper.plan(ENDS, PACKED, HEADS, KEYS, DIM)
+    out, lse = wrapper.run(q[0], k[0], v[0], return_lse=True)
+    return out[None], lse.T[None] * math.log(2)
+
+
+def of_flex(q, k, v):
+    """With lse."""
+    out, lse = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), score_mod=loud, return_lse=True)
+    return out.transpose(1, 2), lse
 
 
 def loud(s, b, h, i, j):
     return s * LOUD[h]
 
 
-# name: (ours, of (B, S, H, D); what becomes of scores (B, H, Sq, Sk) before the softmax)
+# name: (ours, of (B, S, H, D), which may give lse, too; what becomes of scores (B, H, Sq, Sk) before the softmax)
 CASES = {
-    "flash_attn": (flash_attn.flash_attn_func, lambda s: s),
+    "flash_attn": (lambda *x: flash_attn.flash_attn_func(*x, return_attn_probs=True)[:2], lambda s: s),
     "flash_attn, packed arrays": (
         lambda q, k, v: flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True, window_size=(5, -1)),
         lambda s: torch.where((FAR <= 0) & (FAR >= -5), s, LEAST),
@@ -43,8 +60,9 @@ CASES = {
         packed,
         lambda s: torch.where(WHICH[0][:, None] == WHICH[1], s, LEAST),
     ),
+    "flashinfer": (ragged, lambda s: torch.where(WHICH[0][:, None] == WHICH[1], s, LEAST)),
     "flash_attn_interface": (
-        lambda *x: flash_attn_interface.flash_attn_func(*x, causal=True),
+        lambda *x: flash_attn_interface.flash_attn_func(*x, causal=True, return_attn_probs=True),
         lambda s: torch.where(FAR <= 0, s, LEAST),
     ),
     "sdpa, seen": (swapped(sdpa.scaled_dot_product_attention, SEEN), lambda s: torch.where(SEEN, s, LEAST)),
@@ -54,21 +72,26 @@ CASES = {
         lambda s: torch.where(torch.ones(ROWS, COLS).tril() > 0, s, LEAST),
     ),
     "flex": (swapped(flex.flex_attention), lambda s: s),
-    "flex, score": (swapped(flex.flex_attention, score_mod=loud), lambda s: s * LOUD[:, None, None]),
+    "flex, score": (of_flex, lambda s: s * LOUD[:, None, None]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name):
-    """Of out and of q, k and v."""
+    """Of out, of lse, and of q, k and v by both."""
     ours, changed = CASES[name]
     torch.manual_seed(0)
     low = [torch.randn(1, n, h, DIM).bfloat16().requires_grad_() for n, h in ((ROWS, HEADS), (COLS, KEYS), (COLS, KEYS))]
     high = [x.detach().double().requires_grad_() for x in low]
     q, k, v = high[0], *(x.repeat_interleave(HEADS // KEYS, 2) for x in high[1:])
     s = changed(torch.einsum("bihd,bjhd->bhij", q, k) * DIM**-0.5)
-    wanted = torch.einsum("bhij,bjhd->bihd", s.softmax(-1).nan_to_num(), v)
-    got, dout = ours(*low), torch.randn_like(wanted).bfloat16()
-    pairs = zip([got, *torch.autograd.grad(got, low, dout)], [wanted, *torch.autograd.grad(wanted, high, dout.double())])
-    for mine, theirs in pairs:
+    wanted = torch.einsum("bhij,bjhd->bihd", s.softmax(-1).nan_to_num(), v), s.logsumexp(-1)
+    found = ours(*low)
+    got = found if isinstance(found, tuple) else (found,)
+    of_results = [torch.randn_like(x) for x in got]
+    gradients = (
+        torch.autograd.grad(got, low, of_results),
+        torch.autograd.grad(wanted[: len(got)], high, [x.double() for x in of_results]),
+    )
+    for mine, theirs in zip([*got, *gradients[0]], [*wanted[: len(got)], *gradients[1]], strict=True):
         assert (mine.double() - theirs).abs().max() < 0.02 * theirs.abs().max()

@@ -114,12 +114,14 @@ def drawn(length, heads=2, kv_heads=1, dim=16, keys=None, seed=0, batch=1):
     return [torch.randn(shape).bfloat16().to(device()) for shape in shapes]
 
 
-def differentiated(function, arrays, dout, learned=()):
-    """[result, lse, gradients of arrays and of learned ones]."""
+def differentiated(function, arrays, dout, dlse, learned=()):
+    """[result, lse, gradients of arrays and of learned ones], of a loss of both results, or of one: the other's is None."""
     given = [x.detach().clone().requires_grad_() for x in arrays]
     out, lse = function(*given)
-    grads = torch.autograd.grad(out, [*given, *learned], dout)
-    return [out.detach(), lse, *grads]
+    used = [(x, dx) for x, dx in ((out, dout), (lse, dlse)) if dx is not None]
+    results, of_results = zip(*used)
+    grads = torch.autograd.grad(results, [*given, *learned], of_results)
+    return [out.detach(), lse.detach(), *grads]
 
 
 def compared(length, scheme, group=None, order="zigzag", learned=(), keys=None, shapes=None, bitwise=(0, 1), **options):
@@ -127,15 +129,15 @@ def compared(length, scheme, group=None, order="zigzag", learned=(), keys=None, 
     of others is no further from float64 than 2.5 times what the call on one is. learned: options that have gradients; rows of a
     bias are this rank's."""
     q, k, v = whole = drawn(length, keys=keys, **shapes or {})
-    dout = torch.randn_like(q)
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device)
     share = partial(parallel.shard, group=group, order=order)
     local = {name: share(x, dim=2) if name == "bias" and x.shape[2] > 1 else x for name, x in options.items()}
     one = [x.requires_grad_() for x in (options[name] for name in learned)]
     mine = [local[name].detach().requires_grad_() for name in learned]
     local |= dict(zip(learned, mine))
-    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, one)
+    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, dlse, one)
     ranks = partial(parallel.forward, group=group, scheme=scheme, order=order, length=length, length_k=keys, return_lse=True)
-    found = differentiated(lambda *x: ranks(*x, **local), [share(x) for x in whole], share(dout), mine)
+    found = differentiated(lambda *x: ranks(*x, **local), [share(x) for x in whole], share(dout), share(dlse, dim=2), mine)
     wanted = [share(alone[0]), share(alone[1], dim=2), *[share(x) for x in alone[2:5]], *alone[5:]]
     for n, (x, y) in enumerate(zip(found, wanted)):
         said = f"{scheme} {order} of {length}, {[*options]}: result {n} on rank {dist.get_rank()}"

@@ -141,6 +141,30 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
         assert len(sent) == 2 * turns
 
 
+@pytest.mark.parametrize(("scheme", "in_order"), [("gather", False), ("gather", True), ("ring", False), ("ulysses", False)])
+def test_ranks_whose_losses_are_of_different_results(scheme, in_order):
+    """Of out on one rank, of lse on the other: where the rows of both travel, so do those of a gradient that is 0."""
+    options = dict(causal=True, return_lse=True, deterministic=in_order)
+    whole = [x.requires_grad_() for x in drawn(128, 4, 2)]
+    results, of_results = attention.forward(*whole, **options), (torch.randn(1, 128, 4, 16).bfloat16(), torch.randn(1, 4, 128))
+    spans = ORDERS["zigzag"].spans(128, 2)
+    for rank, x in enumerate(of_results):
+        for span in spans[1 - rank]:
+            x.movedim(1 + rank, 0)[slice(*span)] = 0
+    wanted = torch.autograd.grad(results, whole, of_results)
+
+    def rank(peers):
+        mine = [share(x.detach(), peers, "zigzag").requires_grad_() for x in whole]
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            used = parallel.forward(*mine, group=peers, scheme=scheme, **options)[peers.rank]
+            return torch.autograd.grad(used, mine, parallel.shard(of_results[peers.rank], peers, 1 + peers.rank, "zigzag"))
+
+    for found, its in zip(together(2, rank), spans, strict=True):
+        rows = [n for span in its for n in range(*span)]
+        for x, y in zip(found, wanted):
+            assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
+
+
 IN_TURNS = {
     "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
     "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),

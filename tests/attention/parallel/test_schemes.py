@@ -103,6 +103,8 @@ def faults():
         parallel.forward(*[x.half() if rank == 0 else x for x in given])
     with pytest.raises(ValueError, match=r"(?s)rank 0: mask=<lambda> \w+.*rank 1: mask=<lambda> \w+"):
         parallel.forward(*given, mask=(lambda b, h, i, j: j <= i) if rank else (lambda b, h, i, j: j < i))
+    with pytest.raises(ValueError, match=r"(?s)rank 0: return_lse=False\nrank 1: return_lse=True"):
+        parallel.forward(*given, return_lse=bool(rank))
     with pytest.raises((ValueError, TypeError), match="window"):
         parallel.forward(*given, window=(3, 0) if rank else (-3, 0))
     with pytest.raises(ValueError, match="rank . of 2 has 24 tokens, and would have .. of 39"):

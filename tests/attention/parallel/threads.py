@@ -70,17 +70,17 @@ def compared(
     by number, bit by bit. learned: options that every rank has whole and that have gradients; asked: what forward of ranks is
     told besides."""
     q, k, v = whole = [x.to(where) for x in drawn(length, **shapes or {})]
-    dout, names, arrays = torch.randn_like(q), [*learned], [options[name].requires_grad_() for name in learned]
-    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, arrays)
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[0], q.shape[2], q.shape[1], device=where)
+    names, arrays = [*learned], [options[name].requires_grad_() for name in learned]
+    alone = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, dlse, arrays)
 
     def rank(peers):
         part = lambda x, dim=1: parallel.shard(x.detach(), peers, dim, order)
         mine = [x.detach().clone().requires_grad_() for x in arrays]
         told = options | dict(zip(names, mine)) | dict(group=peers, scheme=scheme, order=order, length=length) | (asked or {})
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):  # a GPU's thread would wait for itself
-            its = differentiated(
-                lambda *x: parallel.forward(*x, **told, return_lse=True), [*map(part, whole)], part(dout), mine
-            )
+            of_ranks = lambda *x: parallel.forward(*x, **told, return_lse=True)
+            its = differentiated(of_ranks, [*map(part, whole)], part(dout), part(dlse, 2), mine)
         return its, [part(alone[0]), part(alone[1], 2), *map(part, alone[2:5])]
 
     found = together(world, rank)

@@ -13,30 +13,34 @@ NOTHING, NOISE = 1e-9, 1e-4
 
 
 def agree(
-    place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, whole=False, **options
-):
+    place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, whole=False,
+    of_lse=False, **options,
+):  # fmt: skip
     """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. In the
     interpreter the formula takes forward's place, which has tests of its own, unless `whole`. known: the same k and v without
-    what may not be read, for the formula. by_output: the formula goes by the output that backward was given. Of a row or two,
-    what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
+    what may not be read, for the formula. by_output: the formula goes by the output that backward was given. of_lse: the
+    loss depends on lse, too, and where a query sees nothing its gradient is NaN. Of a row or two, what its rounding does to all
+    of dq is one number, whose size in another rounding says nothing."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     if whole or not isinstance(place, OnInterpreter):
         out, lse = attention.forward(*put, return_lse=True, **given)
     else:
         out, lse = reference.forward_low(q, *(known or (k, v)), **options)
+    of_results = {"dlse": gradient_of_lse(place.get(lse))} if of_lse else {}
     between()
     of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
+    given |= {name: place.put(x) for name, x in of_results.items()}
     got = attention.backward(place.put(dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
     k, v = known or (k, v)
     by = {"by": place.get(out)} if by_output else {}
-    ref, low = (f(dout, q, k, v, **by, **options) for f in (reference.backward, reference.backward_low))
+    ref, low = (f(dout, q, k, v, **by, **of_results, **options) for f in (reference.backward, reference.backward_low))
     got = [place.get(x) for x in got]
     if "sink" in options:  # by the output as it was rounded: a few sums of many errors have no error worth comparing with
         *got, dsink = got
-        delta = (dout.astype(float) * place.get(out).astype(float)).sum(-1).swapaxes(1, 2)
+        delta = (dout.astype(float) * place.get(out).astype(float)).sum(-1).swapaxes(1, 2) - of_results.get("dlse", 0)
         want = -(np.exp(options["sink"][:, None] - place.get(lse).astype(float)) * delta).sum((0, 2))
         np.testing.assert_allclose(dsink, want, rtol=1e-4, atol=1e-4)
     for name, *each in zip(NAMES, got, ref, low):
@@ -45,3 +49,8 @@ def agree(
         else:
             reference.assert_close(*each, factor=3, name=name)
     return got
+
+
+def gradient_of_lse(lse):
+    """Numbers as large as those of out, NaN where nothing is seen."""
+    return np.where(np.isinf(lse), np.nan, 3 * draw(lse.shape, F32)).astype(F32)

@@ -70,7 +70,7 @@ def test_shared_key_heads_and_layouts(place, heads, heads_kv, layout, family):
 )
 def test_wide_heads(place, lengths, heads, options):
     """Several tiles of queries and blocks of keys, heads that share keys, rows and keys that see nothing."""
-    agree(place, *inputs(1, *lengths, *heads, 136), "sm_90", **options)
+    agree(place, *inputs(1, *lengths, *heads, 136), "sm_90", of_lse=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ SHORT = [(16, 16), (64, 64), (49, 64), (1, 1), (33, 300), (30, 20), (100, 128)]
 )
 def test_short_sequences(place, lengths, head_dim, causal):
     """Where a block has all keys, and each query sees one, dQ is written at once."""
-    agree(place, *inputs(2, *lengths, 4, 2, head_dim), causal=bool(causal))
+    agree(place, *inputs(2, *lengths, 4, 2, head_dim), of_lse=True, causal=bool(causal))
 
 
 @pytest.mark.parametrize("lengths", [(40, 64), (100, 60)])
@@ -141,7 +141,7 @@ VARIANTS = {
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_variants(place, name, head_dim, family):
     batch = 2 if "sequence" in name else 1
-    agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, **VARIANTS[name])
+    agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, of_lse=True, **VARIANTS[name])
 
 
 BROUGHT = {
@@ -166,7 +166,7 @@ def test_a_bias_that_tma_brings(place, head_dim):
 
 def test_what_sees_nothing_has_no_gradient(place):
     """More queries than keys: the first see none. A window: the first keys are seen by none."""
-    dq, *_ = agree(place, *inputs(1, 200, 60, 1, 1, 128), causal=True)
+    dq, *_ = agree(place, *inputs(1, 200, 60, 1, 1, 128), of_lse=True, causal=True)
     assert (dq[:, :140].astype(F32) == 0).all()
     _, dk, dv = agree(place, *inputs(1, 30, 300, 1, 1, 64), window=(10, 0))
     assert (dk[:, :250].astype(F32) == 0).all() and (dv[:, :250].astype(F32) == 0).all()
@@ -183,7 +183,7 @@ DROPPED = {
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_dropout(place, case, head_dim, family):
     """The same weights as in forward; sums of dO O, which are of those that are left, are subtracted from all."""
-    agree(place, *inputs(1, 90, 140, 2, 1, head_dim), family, **DROPPED[case])
+    agree(place, *inputs(1, 90, 140, 2, 1, head_dim), family, of_lse=True, **DROPPED[case])
 
 
 def test_what_is_learned_under_dropout(place):
@@ -236,7 +236,7 @@ PACKED = {
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_packed_sequences(place, case, head_dim, family):
     q, k, v = inputs(1, 130, 170, 2, 1, head_dim)
-    agree(place, q, k, v, family, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
+    agree(place, q, k, v, family, of_lse=True, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -254,7 +254,7 @@ def test_keys_in_use(place, packed, family):
     bad = k.copy(), v.copy()
     for x in bad:
         x[unused] = np.nan
-    _, *got = agree(place, q, *bad, family, known=(k, v), **options)
+    _, *got = agree(place, q, *bad, family, known=(k, v), of_lse=True, **options)
     assert all((x[unused].astype(F32) == 0).all() for x in got)
 
 
@@ -311,13 +311,14 @@ def test_no_hazard_under_random_orders(seed, monkeypatch):
 @pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
 def test_as_compiled(as_compiled, arch, family):
     """In the emulator."""
-    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True)
+    of_lse = family == "sm_80"  # of the other below
+    agree(OnInterpreter(), *inputs(1, 20, 24, 1, 1, 64), family, lambda: as_compiled(arch), causal=True, of_lse=of_lse)
 
 
 def test_packed_sequences_as_compiled(as_compiled):
     """In order, and not all keys in use. (Of the other family with what is learned: test_backward_functions.py.)"""
     ends, q_k_v = np.array([0, 9, 20], np.int32), inputs(1, 20, 20, 1, 1, 64)
-    options = dict(cu_seqlens=ends, lengths_k=np.array([9, 7], np.int32), deterministic=True)
+    options = dict(cu_seqlens=ends, lengths_k=np.array([9, 0], np.int32), deterministic=True, of_lse=True)
     agree(OnInterpreter(), *q_k_v, "sm_90", lambda: as_compiled("sm_90a"), **options)
 
 
@@ -354,12 +355,13 @@ def test_the_formula_agrees_with_finite_differences(name):
     options = (VARIANTS | FORMULA)[name]
     q, k, v, dout = (draw((2, n, h, 8), np.float64, seed) for seed, (n, h) in enumerate([(7, 2), (9, 1), (9, 1), (7, 2)]))
     given, step = {"q": q, "k": k, "v": v} | {name: options[name].astype(float) for name in ("sink",) if name in options}, 1e-5
-    for gradient, name in zip(reference.backward(dout, q, k, v, **options), given, strict=True):
+    dlse = draw((2, 2, 7), np.float64, 8)
+    for gradient, name in zip(reference.backward(dout, q, k, v, dlse=dlse, **options), given, strict=True):
         along = draw(given[name].shape, np.float64, 9)
         ends = []
         for sign in (1, -1):
-            moved = options | given | {name: given[name] + sign * step * along}
-            ends.append((reference.forward(**moved)[0] * dout).sum())
+            out, lse = reference.forward(**options | given | {name: given[name] + sign * step * along})
+            ends.append((out * dout).sum() + (np.where(np.isinf(lse), 0, lse) * dlse).sum())
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
 
@@ -422,6 +424,10 @@ def call(**other):
         (dict(family="sm_70"), ValueError, "family: must be None or one of"),
         (dict(lse=np.zeros((1, 1, 8), F32)), ValueError, "lse: heads must equal dout's"),
         (dict(lse=np.zeros((1, 2, 8), np.float64)), TypeError, "lse: "),
+        (dict(dlse=np.zeros((1, 8, 2), F32)), ValueError, "dlse: heads must equal dout's"),
+        (dict(dlse=np.zeros((1, 2, 8), BF16)), TypeError, "dlse: dtype must be one of"),
+        (dict(dlse=1.0), TypeError, "dlse: must be an array, got dlse=1.0; of a number make one"),
+        (dict(d_lse=np.zeros((1, 2, 8), F32)), TypeError, "d_lse.*; here that is dlse"),
         (dict(out=np.zeros((1, 8, 2, 32), BF16)), ValueError, "out: "),
         (dict(dk=np.zeros((1, 8, 2, 64), BF16)), ValueError, "dk: heads must equal k's"),
         (dict(window=(-1, 0)), ValueError, "window: its ends must not be negative"),
@@ -432,6 +438,22 @@ def call(**other):
 def test_what_is_refused_before_any_launch(other, error, words):
     with pytest.raises(error, match=words):
         call(**other)
+
+
+@pytest.mark.parametrize("no", [None, False])
+def test_what_is_not_wanted_is_not_computed(place, no):
+    """None or False; of a sink, which has a gradient if nothing is said, False. They are not touched where they are added
+    to."""
+    (q, k, v), (sink, slopes) = inputs(1, 20, 30, 2, 1, 64), (np.array([0.5, -1], F32), np.array([0.5, 0.1], F32))
+    read = dict(bias=draw((1, 2, 20, 30), F32), alibi=slopes, sink=sink, score=lambda s, b, h, i, j, t: s * t[h], aux=(slopes,))
+    put, told = [place.put(x) for x in (q, q, k, v)], there(place, read)
+    out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    asked = {"dbias": no, "dalibi": no, "daux": no, "dsink": False}
+    assert len(attention.backward(*put, out, lse, **told, **asked)) == 3
+    assert len(attention.backward(*put, out, lse, **told, **asked | {"daux": [no], "dsink": None})) == 4
+    sums = {name: place.put(np.zeros(x.shape, F32)) for name, x in zip(NAMES, (q, k, v))}
+    assert len(attention.backward(*put, out, lse, accumulate=True, **told, **asked, **sums)) == 3
+    assert all(place.get(x).any() for x in sums.values())
 
 
 def test_results_must_lie_apart():

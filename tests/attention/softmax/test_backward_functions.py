@@ -8,7 +8,7 @@ from block_masks import block_mask, drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
-from judged_gradients import NOISE, agree
+from judged_gradients import NOISE, agree, gradient_of_lse
 from places import RANDOMLY, OnCard, OnInterpreter
 from test_backward import call
 
@@ -48,7 +48,8 @@ BLOCKS = {
 @pytest.mark.parametrize(("name", "family"), [*zip([*FUNCTIONS, *BLOCKS], itertools.cycle(["sm_90", "sm_80"]))])
 def test_functions_and_blocks(place, name, family):
     batch = 2 if "sequence" in name or name == "blocks" else 1
-    agree(place, *inputs(batch, 80, 140, 2, 1, 128 if family == "sm_90" else 64), family, **(FUNCTIONS | BLOCKS)[name])
+    head_dim = 128 if family == "sm_90" else 64
+    agree(place, *inputs(batch, 80, 140, 2, 1, head_dim), family, of_lse=True, **(FUNCTIONS | BLOCKS)[name])
 
 
 def test_lists_that_are_ready(family="sm_80"):
@@ -146,6 +147,12 @@ def judge(options, dout, q, k, v, out, lse, got, place):
         np.testing.assert_allclose(x.astype(F32), y, atol=(2e-2 if n < 3 else 4e-3) * np.abs(y).max() + NOISE)
 
 
+def also_of_lse(place, lse, options, told):
+    """The same options of the formula and of backward where the loss depends on lse, too."""
+    dlse = gradient_of_lse(place.get(lse))
+    return options | {"dlse": dlse}, told | {"dlse": place.put(dlse)}
+
+
 @pytest.mark.parametrize(("name", "family"), [*zip(LEARNED, itertools.cycle(["sm_90", "sm_80"]))])
 def test_what_scores_are_made_of(place, name, family):
     options = LEARNED[name]
@@ -154,6 +161,7 @@ def test_what_scores_are_made_of(place, name, family):
     dout = inputs(batch, 40, 70, 2, 1, 64)[0]
     put, told = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
     out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    options, told = also_of_lse(place, lse, options, told)
     asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
     got, again = (attention.backward(*put, out, lse, **told, **asked) for _ in range(2))
     judge(options, dout, q, k, v, out, lse, got, place)
@@ -211,6 +219,7 @@ def test_what_scores_of_sequences_are_made_of(place, name, family):
         bad_k[n % batch, start + count : end] = bad_v[n % batch, start + count : end] = np.nan
     put, told = [place.put(x) for x in (dout, q, bad_k, bad_v)], there(place, options | {"family": family})
     out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    options, told = also_of_lse(place, lse, options, told)
     asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
     judge(options, dout, q, k, v, out, lse, attention.backward(*put, out, lse, **told, **asked), place)
 
@@ -225,6 +234,7 @@ def test_slopes_that_packed_sequences_share(place, family, options):
     (q, k, v), dout = inputs(1, 90, 180, 2, 1, 128), inputs(1, 90, 180, 2, 1, 128)[0]
     put, told = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
     out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    options, told = also_of_lse(place, lse, options, told)
     got, again = (attention.backward(*put, out, lse, **told, dalibi=True) for _ in range(2))
     judge(options, dout, q, k, v, out, lse, got, place)
     assert (place.get(got[3]) == place.get(again[3])).all()
@@ -243,6 +253,7 @@ def combination(place, lengths, heads, score, mask, softcap, window, shape, slop
     q, k, v = inputs(batch, queries, keys, kv_heads * group, kv_heads, 64)
     put, told = [place.put(x) for x in (q, q, k, v)], there(place, options | {"family": family})
     out, lse = attention.forward(*put[1:], return_lse=True, **told)
+    options, told = also_of_lse(place, lse, options, told)
     got = attention.backward(*put, out, lse, **told, dbias=True, **({"dalibi": True} if slopes else {}))
     judge(options, q, q, k, v, out, lse, got, place)
 
@@ -275,6 +286,7 @@ def test_as_compiled(as_compiled):
     options = dict(score=score, mask=lambda b, h, i, j, t: (i < 6) | (j < 64), aux=(normal(1, 5),))
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
     as_compiled("sm_80")
+    options, _ = also_of_lse(OnInterpreter(), lse, options, {})
     got = attention.backward(q, q, k, v, out, lse, family="sm_80", daux=True, deterministic=True, **options)
     judge(options, q, q, k, v, out, lse, got, OnInterpreter())
 
@@ -329,8 +341,9 @@ def test_what_flex_attention_captures_has_gradients():
     q, k, v = (torch.from_numpy(x.astype(F32)).bfloat16().requires_grad_() for x in inputs(1, 20, 20, 2, 2, 64, layout="bhsd"))
     table, scales = (torch.from_numpy(x).requires_grad_() for x in (normal(2, 50), SCALES))
     learned, places = (q, k, v, table, scales), torch.arange(20) - torch.arange(20)[:, None] + 30
-    got = flex_attention(q, k, v, lambda s, b, h, i, j: s * scales[h] + table[h, j - i + 30])
+    got = flex_attention(q, k, v, lambda s, b, h, i, j: s * scales[h] + table[h, j - i + 30], return_lse=True)
     s = q.float() @ k.float().mT / 8 * scales[:, None, None] + table[:, places]
-    wanted = torch.softmax(s, -1) @ v.float()
-    for x, y in zip(*(torch.autograd.grad(out.float().square().sum(), learned) for out in (got, wanted)), strict=True):
+    wanted = torch.softmax(s, -1) @ v.float(), torch.logsumexp(s, -1)
+    losses = [out.float().square().sum() + lse.square().sum() for out, lse in (got, wanted)]
+    for x, y in zip(*(torch.autograd.grad(loss, learned) for loss in losses), strict=True):
         torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=0.02 * float(y.abs().max()))

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from judged import draw, inputs, poisoned, there, weights, weights_of
+from judged_gradients import gradient_of_lse
 from places import BF16, OnInterpreter
 
 import attention
@@ -25,8 +26,9 @@ def agree(place, q, k, v, **options):
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
     put, given = [place.put(x) for x in (q, k, v)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
+    options["dlse"] = dlse = gradient_of_lse(place.get(lse))
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in (("dq", q), ("dk", k))}
-    got = attention.backward(place.put(dout), *put, out, lse, **given, **made)
+    got = attention.backward(place.put(dout), *put, out, lse, dlse=place.put(dlse), **given, **made)
     assert got[0] is made["dq"] and got[1] is made["dk"]
     options.pop("family", None)
     ref, low = (flat(f(dout, q, k, v, **options)) for f in (reference.backward, reference.backward_low))

@@ -1,0 +1,326 @@
+"""Our kernels of two trees, or as two toolchains compile them, by turns in one run.
+
+    python -m bench.side_by_side new old:PYTHONPATH=/path/to/old/tree
+    python -m bench.side_by_side pip:LD_PRELOAD=/path/to/libnvJitLink.so.13 here --only backward --rounds 9
+
+A side is a name and environment variables, `name[:VARIABLE=value[,VARIABLE=value...]]`. Its process imports `attention` with
+them, and keeps compiled kernels in a cache of its own. The processes hold the same inputs; for each problem they take turns,
+round by round, on an otherwise idle card; a round replays a CUDA graph of calls whose inputs rotate past L2 (measure.py). A row
+is a problem: each side's median in microseconds, and the median of the rounds' ratios of the first side's time to each other's:
+a card that slows down within a problem does so for both. Only public functions are called, so that an older tree serves, too;
+a problem that a side cannot run says why. No result is judged here: the tests do that. Before anything is timed, `--jobs`
+processes a side compile what is missing. `--json FILE` keeps all rounds.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROTATED_BYTES, GRAPH_MS, MOST_SETS = 256 * 2**20, 8.0, 8
+TOKENS, WIDTH = 16384, 2048  # of forward and backward: as bench/test_forward.py
+LENGTHS = (1024, 4096, 16384)
+
+
+# ---- problems: {name: function that returns (call, sets of its arguments)} -----------------------------------------------
+def _rotated(make: Callable[[], tuple], nbytes: int) -> list[tuple]:
+    return [make() for _ in range(min(MOST_SETS, max(2, -(-ROTATED_BYTES // nbytes))))]
+
+
+def _normal(*shape):
+    import torch
+
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _softmax_inputs(head_dim: int, length: int) -> tuple:
+    return tuple(_normal(TOKENS // length, length, WIDTH // head_dim, head_dim) for _ in range(3))
+
+
+def _forward(head_dim: int, length: int, fp8=False, **options):
+    import torch
+
+    import attention
+
+    def inputs():
+        return tuple(x.to(torch.float8_e4m3fn) if fp8 else x for x in _softmax_inputs(head_dim, length))
+
+    return functools.partial(attention.forward, **options), _rotated(inputs, 3 * TOKENS * WIDTH * (1 if fp8 else 2))
+
+
+def _backward(head_dim: int, length: int, causal: bool, **options):
+    import torch
+
+    import attention
+
+    def inputs():
+        q, k, v = _softmax_inputs(head_dim, length)
+        out, lse = attention.forward(q, k, v, causal=causal, return_lse=True)
+        return _normal(*q.shape), q, k, v, out, lse, *(torch.empty_like(q) for _ in range(3))
+
+    def call(dout, q, k, v, out, lse, dq, dk, dv):
+        attention.backward(dout, q, k, v, out, lse, causal=causal, dq=dq, dk=dk, dv=dv, **options)
+
+    return call, _rotated(inputs, 8 * TOKENS * WIDTH * 2)
+
+
+def _decode(batch: int, keys: int, heads: int, kv_heads: int, page=None, tokens=1):
+    import torch
+
+    import attention
+
+    def inputs():
+        cache = [_normal(batch, keys, kv_heads, 128) for _ in "kv"]
+        given = {"lengths": torch.full((batch,), keys, dtype=torch.int32, device="cuda")}
+        if page:
+            cache = [x.view(-1, page, *x.shape[2:]) for x in cache]
+            given["pages"] = torch.randperm(batch * keys // page, device="cuda").int().view(batch, -1)
+        return _normal(batch, tokens, heads, 128), *cache, given
+
+    def call(q, k, v, given):
+        attention.decode(q, k, v, **given)
+
+    return call, _rotated(inputs, 4 * batch * keys * kv_heads * 128)
+
+
+def _mla(batch: int, keys: int, heads: int):
+    import torch
+
+    import attention
+
+    def inputs():
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+        return _normal(batch, 1, heads, 576), _normal(batch, keys, 576), lengths
+
+    def call(q, latent, lengths):
+        attention.mla_decode(q, latent, lengths=lengths, scale=192**-0.5)
+
+    return call, _rotated(inputs, 2 * batch * keys * 576)
+
+
+def _recurrent(member: str, batch: int, length: int, heads=32, mean=0.05):
+    """mean: of the log-decays, in nats a token and downwards."""
+    import torch
+    import torch.nn.functional as F
+
+    import attention
+
+    sizes = batch, length, heads
+
+    def decay(*shape):
+        return -2 * mean * torch.rand(shape, device="cuda")
+
+    def keys():
+        return F.normalize(_normal(*sizes, 128), dim=-1)
+
+    makers = {
+        "linear": lambda: (_normal(*sizes, 128), keys(), _normal(*sizes, 128)),
+        "simple GLA": lambda: (*makers["linear"](), decay(*sizes)),
+        "GLA": lambda: (*makers["linear"](), decay(*sizes, 128)),
+        "delta rule": lambda: (*makers["linear"](), torch.rand(sizes, device="cuda", dtype=torch.bfloat16)),
+        "gated delta rule": lambda: (*makers["delta rule"](), decay(*sizes)),
+        "KDA": lambda: (*makers["delta rule"](), decay(*sizes, 128)),
+        "Mamba-2": lambda: (
+            *(_normal(batch, length, 2 * heads, 64), torch.rand(batch, length, 2 * heads, device="cuda") / 8),
+            *(-torch.rand(2 * heads, device="cuda") - 0.5, _normal(batch, length, 1, 128), _normal(batch, length, 1, 128)),
+        ),
+        "based": lambda: (_normal(*sizes, 16), _normal(*sizes, 16), _normal(*sizes, 64)),
+    }
+    calls = {
+        "linear": attention.linear,
+        "simple GLA": lambda q, k, v, g: attention.linear(q, k, v, decay=g),
+        "GLA": attention.gla,
+        "delta rule": attention.delta_rule,
+        "gated delta rule": lambda q, k, v, beta, g: attention.delta_rule(q, k, v, beta, decay=g),
+        "KDA": lambda q, k, v, beta, g: attention.delta_rule(q, k, v, beta, decay=g),
+        "Mamba-2": attention.mamba2,
+        "based": attention.based,
+    }
+    return calls[member], _rotated(makers[member], 6 * batch * length * heads * 128)
+
+
+def _problems() -> Iterator[tuple[str, Callable]]:
+    for head_dim, causal, length in itertools.product((64, 128, 256), (False, True), LENGTHS):
+        what = f"D {head_dim} {'causal' if causal else 'full'} {length}"
+        yield f"forward {what}", functools.partial(_forward, head_dim, length, causal=causal)
+        yield f"backward {what}", functools.partial(_backward, head_dim, length, causal)
+        if length == 4096:
+            yield f"forward fp8 {what}", functools.partial(_forward, head_dim, length, fp8=True, causal=causal)
+            yield f"backward in order {what}", functools.partial(_backward, head_dim, length, causal, deterministic=True)
+    for head_dim in (64, 128):
+        for name, option in {"window": {"window": (1024, 0)}, "softcap": {"softcap": 30.0}}.items():
+            yield f"forward {name} D {head_dim} causal 4096", functools.partial(_forward, head_dim, 4096, causal=True, **option)
+    for sizes in ((1, 32768, 32, 8), (64, 8192, 64, 8), (32, 4096, 32, 8), (256, 300, 14, 2)):
+        yield "decode B {} S {} H {}/{}".format(*sizes), functools.partial(_decode, *sizes)
+    yield "decode B 64 S 8192 H 32/8 pages 16", functools.partial(_decode, 64, 8192, 32, 8, page=16)
+    yield "decode B 16 S 8192 H 32/8 4 tokens", functools.partial(_decode, 16, 8192, 32, 8, tokens=4)
+    for heads in (16, 128):
+        yield f"mla_decode B 128 S 4096 H {heads}", functools.partial(_mla, 128, 4096, heads)
+    for member in ("linear", "simple GLA", "GLA", "delta rule", "gated delta rule", "KDA", "Mamba-2", "based"):
+        yield f"{member} B 8 S 4096", functools.partial(_recurrent, member, 8, 4096)
+    for member in ("simple GLA", "GLA", "gated delta rule", "KDA"):
+        yield f"{member} B 1 S 32768", functools.partial(_recurrent, member, 1, 32768)
+    for member in ("GLA", "KDA"):
+        yield f"{member} B 8 S 4096 decays of -2.5", functools.partial(_recurrent, member, 8, 4096, mean=2.5)
+
+
+PROBLEMS = dict(_problems())
+
+
+# ---- a side's process ----------------------------------------------------------------------------------------------------
+class Replay:
+    """A problem in a CUDA graph of so many calls that a replay takes some milliseconds."""
+
+    def __init__(self, name: str):
+        import torch
+
+        torch.manual_seed(0)
+        call, sets = PROBLEMS[name]()
+        for inputs in sets:
+            call(*inputs)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for inputs in sets:
+            call(*inputs)
+        end.record()
+        end.synchronize()
+        rounds = max(1, round(GRAPH_MS / max(start.elapsed_time(end), 1e-3)))
+        self.calls = rounds * len(sets)
+        self.graph, self.sets, self.events = torch.cuda.CUDAGraph(), sets, (start, end)
+        with torch.cuda.graph(self.graph):
+            for inputs in sets * rounds:
+                call(*inputs)
+
+    def microseconds(self) -> float:
+        """The mean of a call, in the second of two replays."""
+        start, end = self.events
+        self.graph.replay()
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end) / self.calls
+
+
+def work() -> None:
+    """Serve one side: a line in, `prepare NAME`, `time` or `drop`; a line of JSON out."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    replay = None
+    for line in sys.stdin:
+        order, _, name = line.rstrip("\n").partition(" ")
+        answer: float | str | None = None
+        try:
+            if order == "prepare":
+                replay = Replay(name)
+            elif order == "time" and replay:
+                answer = replay.microseconds()
+            else:
+                import torch
+
+                replay = None
+                torch.cuda.empty_cache()
+        except Exception as error:
+            replay, answer = None, f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def compile_part(part: str) -> None:
+    """Call the n-th of m parts of the problems once, from 'n/m of NAMES'."""
+    which, names = json.loads(part)
+    for name in names[which[0] :: which[1]]:
+        with contextlib.suppress(Exception):
+            call, sets = PROBLEMS[name]()
+            call(*sets[0])
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------------
+class Side:
+    """One side's environment and process."""
+
+    def __init__(self, text: str, caches: Path):
+        self.name, _, variables = text.partition(":")
+        settings = dict(one.split("=", 1) for one in variables.split(",") if one)
+        self.environment = {**os.environ, "TILES_CACHE_DIR": str(caches / self.name), **settings}
+        self.environment.setdefault("PYTHONPATH", str(Path(__file__).parent.parent))
+        Path(self.environment["TILES_CACHE_DIR"]).mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.process: subprocess.Popen | None = None
+
+    def start(self, *more: str, **options) -> subprocess.Popen:
+        """A process of this file with the side's environment."""
+        return subprocess.Popen([sys.executable, __file__, *more], env=self.environment, text=True, **options)
+
+    def ask(self, order: str) -> float | str | None:
+        """What the side's process answers."""
+        if self.process is None:
+            self.process = self.start("--work", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def measured(sides: list[Side], name: str, rounds: int) -> dict[str, list[float] | str]:
+    """{side: microseconds of a call in every round, or why it cannot run}"""
+    refused = {side.name: answer for side in sides if isinstance(answer := side.ask(f"prepare {name}"), str)}
+    able = [side for side in sides if side.name not in refused]
+    times: dict[str, list[float] | str] = {side.name: [] for side in able}
+    for n in range(rounds):
+        for side in able[:: 1 if n % 2 else -1]:
+            times[side.name].append(side.ask("time"))  # type: ignore[union-attr, arg-type]
+    for side in sides:
+        side.ask("drop")
+    return {**times, **refused}
+
+
+def row(name: str, times: list[list[float] | str]) -> str:
+    """A problem's line of the table."""
+    medians = (f"{'-' if isinstance(rounds, str) else format(statistics.median(rounds), '.1f'):>12}" for rounds in times)
+    ratios = ("-" if isinstance(x, str) else f"{statistics.median(a / b for a, b in zip(times[0], x)):.3f}" for x in times[1:])
+    return " ".join([f"{name:44}", *medians, "  ", *(ratios if not isinstance(times[0], str) else ())])
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sides", nargs="*", help="name[:VARIABLE=value[,...]]")
+    parser.add_argument("--only", default="", help="problems whose name contains this text, or one of several with | between")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2 - 1), help="processes a side that compile"
+    )
+    parser.add_argument("--json", help="a file for all rounds")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.work:
+        return work()
+    if asked.compile:
+        return compile_part(asked.compile)
+    names = [name for name in PROBLEMS if any(text in name for text in asked.only.split("|"))]
+    with tempfile.TemporaryDirectory() as caches:
+        sides = [Side(text, Path(caches)) for text in asked.sides]
+        parts = [json.dumps([[n, asked.jobs], names]) for n in range(asked.jobs)]
+        for process in [side.start("--compile", part) for side in sides for part in parts]:
+            process.wait()
+        rows = {}
+        print(f"{'microseconds':44}", *(f"{side.name:>12}" for side in sides), "  first over each other")
+        for name in names:
+            rows[name] = times = measured(sides, name, asked.rounds)
+            print(row(name, [times[side.name] for side in sides]), flush=True)
+            for side, said in times.items():
+                if isinstance(said, str):
+                    print(f"    {side}: {said}")
+        if asked.json:
+            Path(asked.json).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
