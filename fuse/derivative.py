@@ -238,7 +238,7 @@ def _fitted(part: Part, x: Term, y: Term) -> Part | None:
     """The gradient that an operation x returns to its operand y, summed over the axes along which y was broadcast; None if it
     is 0."""
     term = part.term
-    has = (None,) * (x.ndim - term.ndim) + term.names
+    has = ((None,) * (x.ndim - term.ndim) + term.names)[max(0, term.ndim - x.ndim) :]  # a total over rows keeps their axis
     needs = (None,) * (x.ndim - y.ndim) + y.names
     if x.operation not in ("sum", "max", "matmul", "transpose", "concat", "half", "split", "merged", "pick"):  # of its shape
         for place, axis in enumerate(x.names):

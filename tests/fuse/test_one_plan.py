@@ -145,9 +145,12 @@ def test_all_say_the_same_of_gradients(case, monkeypatch):
     for mine, want in zip(got, gradient(*arrays), strict=True):
         want = want.astype(float)
         assert np.abs(mine.astype(float) - want).max() <= 0.04 * np.abs(want).max() + 1e-6
+    assert gradient.differences(*arrays).passed
     nothing = verdict(lambda: gradient.explain(*arrays)) == "kernels" and "There is no kernel." in gradient.explain(*arrays)
     assert nothing or verdict(lambda: gradient.explain(*arrays)) == how
     assert verdict(lambda: gradient.source(*arrays)) == ("parts" if nothing else how)
+    if "vector" in case and how == "kernels":
+        assert gradient.proof(*arrays).holds
 
 
 def test_arrays_that_a_kernel_cannot_read():
