@@ -79,7 +79,7 @@ def elementary(axes: Iterable[Axis | None]) -> list[Axis]:
 Extent = Callable[[Mapping[str, Any]], Any]  # of the extents that axes have by their letters
 
 
-def following(
+def extent_from(
     axis: Axis, known: Mapping[Axis, str], splits: Iterable[Sequence[Axis]], seen: frozenset[Axis] = frozenset()
 ) -> Extent | None:
     """The extent of an axis as a function of known ones: half of another's, a product of others', the number of heads or the
@@ -92,7 +92,7 @@ def following(
         return None
 
     def other(one: Axis | int) -> Extent | None:
-        return (lambda _: one) if isinstance(one, int) else following(one, known, splits, seen | {axis})
+        return (lambda _: one) if isinstance(one, int) else extent_from(one, known, splits, seen | {axis})
 
     if axis.whole and (whole := other(axis.whole)):
         return _quotient(whole, 2)

@@ -121,9 +121,9 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
     for kernel in way.kernels:
         labels.append(names.unused(function if kernel is way.kernels[-1] else f"{function}_{kernel.label}", labels))
     texts = [(label, kernel.text(label, parameters, spoken)) for label, kernel in zip(labels, way.kernels)]
-    texts = module.told_apart(function, texts)
+    texts = module.rename_globals(function, texts)
     taken = [*given, *outs, *(parameters[x] for x in scratch)]
-    put = names.settled(own, marks, module.outline(texts, taken, views))
+    put = names.settle_names(own, marks, module.outline(texts, taken, views))
     title = equations(dict(zip(found.outs, found.roots)), {x: key for key, x in found.spoken})
     texts = [(put(label), text.with_names(put)) for label, text in texts]
     text = module.assemble(title, put(function), texts, [*map(put, taken)], [*map(put, views)])

@@ -151,7 +151,7 @@ BACK: dict[str, Back] = {  # of y, made of others, with the gradient g by y: tho
     "dropout": lambda g, y, x, p, seed: (Part(g.by, terms.dropout(_whole(g.term, y), p, seed)), None, None),
     "pick": lambda g, y, x, index: (g.where(terms.is_column(x, index)), None),
     "split": _linear(lambda g, y: terms.merged(g)),
-    "merged": _linear(lambda g, y: terms.split_as(g, y.of[0])),
+    "merged": _linear(lambda g, y: terms.split_like(g, y.of[0])),
 }
 for _comparison in ("less", "less_equal", "greater", "greater_equal"):
     BACK[_comparison] = lambda g, y, a, b: (None, None)

@@ -20,7 +20,7 @@ import ops
 import tiles
 
 from .lines import WIDTH, assigned, broken, cut_at_commas, imports
-from .names import array, asked, assigned_in, unused
+from .names import array, free_names, global_names, unused
 
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
@@ -78,7 +78,7 @@ def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
-def told_apart(name: str, kernels: Sequence[tuple[str, Text]]) -> list[tuple[str, Text]]:
+def rename_globals(name: str, kernels: Sequence[tuple[str, Text]]) -> list[tuple[str, Text]]:
     """The kernels of a module, (name, Text) of each, with new names for the globals and helpers of all but the last one. name:
     that of the function, with which the kernels' begin."""
     last = next((text for _, text in kernels[::-1] if text.kernel), None)
@@ -157,7 +157,7 @@ def _call(kernel: str, launch: str, given: str, taken: Iterable[str]) -> list[st
 
 def _imports(text: str) -> list[str]:
     """The lines that import what the text uses."""
-    names = asked(symtable.symtable(text, "", "exec"))
+    names = free_names(symtable.symtable(text, "", "exec"))
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
@@ -173,7 +173,7 @@ def _imports(text: str) -> list[str]:
 def _marks(label: str, text: Text) -> dict[str, str]:
     """{name: new name} for the globals and helpers of a kernel that is not the module's last one, so that no two kernels use
     one name."""
-    every = assigned_in([*text.globals, *text.helpers])
+    every = global_names([*text.globals, *text.helpers])
     return {name: f"{label.upper() if name.isupper() else label}_{name}" for name in every}
 
 

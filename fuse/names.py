@@ -2,7 +2,7 @@
 
 Templates write a kernel with *marks* where a definition gives the names: to the function, its arguments, results and variables.
 A mark is as long as its name and has a letter that no kernel has. So whatever else stands in the text is the module's own, and
-`settled` finds names that hide nothing of it. Then `Renaming` puts them in."""
+`settle_names` finds names that hide nothing of it. Then `Renaming` puts them in."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Renaming:
         return frozenset([self.places[mark[0].lower()] for mark in self.pattern.findall(text)])
 
 
-def settled(names: Sequence[str], marks: Sequence[str], text: str) -> Renaming:
+def settle_names(names: Sequence[str], marks: Sequence[str], text: str) -> Renaming:
     """The renaming to names that hide nothing that the module has for itself, and not each other: to those given, or those
     with a number behind them. Of two that cannot both stay as they are, the first one does. text: the module, with marks."""
     put, every = Renaming(marks, names), scopes(text)
@@ -109,11 +109,11 @@ def scopes(text: str) -> list[set[str]]:
     """The names that must differ from each other: those in each function of the text; those outside of functions, with what
     all of it takes from elsewhere; and the keywords of calls."""
     table = symtable.symtable(text, "", "exec")
-    outside = {*table.get_identifiers(), *asked(table)}
+    outside = {*table.get_identifiers(), *free_names(table)}
     return [*map(_identifiers, table.get_children()), outside, {*KEYWORD.findall(text)}]
 
 
-def asked(table: symtable.SymbolTable) -> set[str]:
+def free_names(table: symtable.SymbolTable) -> set[str]:
     """The names that a module reads and does not assign."""
     symbols = table.get_symbols()
     read = {x.get_name() for x in symbols if x.is_referenced()}.union(*map(_globals, table.get_children()))
@@ -131,7 +131,7 @@ def _identifiers(table: symtable.SymbolTable) -> set[str]:
     return {*table.get_identifiers()}.union(*map(_identifiers, table.get_children()))
 
 
-def assigned_in(lines: Iterable[str]) -> list[str]:
+def global_names(lines: Iterable[str]) -> list[str]:
     """The names of the globals and functions of this code."""
     table = symtable.symtable("\n".join(lines), "", "exec")
     return [x.get_name() for x in table.get_symbols() if x.is_assigned() or x.is_namespace()]

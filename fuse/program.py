@@ -18,7 +18,7 @@ from tiles.schema import Schema
 from tiles.torch_op import token
 
 from . import graph, module, terms
-from .axes import following
+from .axes import extent_from
 from .candidates import Chosen, chosen
 from .definition import Definition, NoKernel
 from .early import Early
@@ -72,7 +72,7 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
 # ---- the schema ------------------------------------------------------------------------------------------------------
 def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
     """(the schema of the arguments that are arrays, and of the results; the results with an axis of which no extent is known).
-    A result has axes of the arguments and of length 1, and such as follow from these: see axes.following."""
+    A result has axes of the arguments and of length 1, and such as follow from these: see axes.extent_from."""
     inputs = dict(found.inputs)
     letters = graph.axes(*[inputs[name] for name in arrays], *found.roots)
     given, made = letters[: len(arrays)], letters[len(arrays) :]
@@ -82,7 +82,7 @@ def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Sc
     for x, its in zip(found.roots, made):
         for axis, one in zip(x.names, its):
             if axis is not None and axis.root not in known:
-                extent = following(axis, known, found.space.splits)
+                extent = extent_from(axis, known, found.space.splits)
                 extents |= {one: extent} if extent else {}
                 beyond |= {} if extent else {x: None}
     return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), **extents), [*beyond]

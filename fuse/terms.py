@@ -463,7 +463,7 @@ def heads(x: Term, like: Term) -> Term:
     return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
 
 
-def split_as(x: Term, like: Term) -> Term:
+def split_like(x: Term, like: Term) -> Term:
     """(..., s, h d) as (..., h, s, d), the shape of `like`, whose heads merged would have x's columns."""
     *lead, s, _ = x.extents
     count, own = like.extents[-3], like.extents[-1]

@@ -105,14 +105,14 @@ class RowMap:
         return found
 
     @property
-    def spreads(self) -> bool:
+    def broadcasts(self) -> bool:
         """Is a vector along the columns reduced, so that vectors must stand in tiles, the same in all rows?"""
         return any(x.operation in ("sum", "max") and not is_tile(x.of[0]) for x in between(self.roots, self.leaves))
 
     @property
     def tiles(self) -> int:
         """How many tiles hold what is read."""
-        return sum(is_tile(x) or (self.spreads and along(x)) for x in self.leaves)
+        return sum(is_tile(x) or (self.broadcasts and along(x)) for x in self.leaves)
 
     @property
     def dtype(self) -> str:

@@ -145,7 +145,7 @@ class Writing:
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if along(x):
             read = f"load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
-            return f"{name} = {'zeros(TILE) + ' * self.kernel.spreads}{read}"
+            return f"{name} = {'zeros(TILE) + ' * self.kernel.broadcasts}{read}"
         if is_index(x):
             return f"{name} = {array(name)}[row_index(TILE.col_vec) + row]"
         if not x.names[0]:

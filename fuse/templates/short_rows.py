@@ -52,8 +52,8 @@ class Short(Writing):
             at = "row, 0" if is_tile(x) else "0," if x.ndim == 1 else "0, 0"
             read = f"{read}({array(name)}, {kind}, ({at}))"
             read = read if self.kernel.dtype == "fp32" else f"fp32({read})"
-            spread = kind != "TILE" and self.kernel.spreads
-            return f"{name} = {f'zeros(rt(TILE.rows, TILE.cols, fp32)) + {read}' if spread else read}"
+            broadcast = kind != "TILE" and self.kernel.broadcasts
+            return f"{name} = {f'zeros(rt(TILE.rows, TILE.cols, fp32)) + {read}' if broadcast else read}"
         if is_index(x):
             return f"{name} = {array(name)}[row_index(PLACES.col_vec) + row]"
         if not x.names[0]:

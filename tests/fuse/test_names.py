@@ -219,7 +219,7 @@ def g({y}, other): return last_{y}
     marks = names.marks(given)
     capitals = marks[0][0].upper() + marks[0][1:]
     marked = text.replace("g{X}", f"g{capitals}").format(x=marks[0], X=marks[0].upper(), y=marks[1])
-    put = names.settled(given, marks, marked)
+    put = names.settle_names(given, marks, marked)
     assert put.names == found
     assert [put(mark) for mark in marks] == found and put(f"g{capitals}") == names.array(found[0])
 
