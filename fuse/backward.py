@@ -354,7 +354,7 @@ class Gradient(Fused):
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
         made = pieces(found.roots, self.sums)
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
-        kernels = self.candidates(*arrays)[0].explained() if made else "There is no kernel."
+        kernels = super().explain(*arrays) if made else "There is no kernel."
         return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 
