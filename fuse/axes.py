@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 PART = 128  # columns of a part (terms.of_parts)
 
@@ -70,3 +74,36 @@ def elementary(axes: Iterable[Axis | None]) -> list[Axis]:
         else:
             found[axis] = None
     return list(found)
+
+
+Extent = Callable[[Mapping[str, Any]], Any]  # of the extents that axes have by their letters
+
+
+def extent_from(
+    axis: Axis, known: Mapping[Axis, str], splits: Iterable[Sequence[Axis]], seen: frozenset[Axis] = frozenset()
+) -> Extent | None:
+    """The extent of an axis as a function of known ones: half of another's, a product of others', the number of heads or the
+    columns of each, which a split into heads makes of columns. None: it does not follow. known: letters, by which the function
+    is given extents. splits: (columns, heads, columns of each) as Space has them. seen: axes that are asked for already."""
+    axis = axis.root
+    if axis in known:
+        return itemgetter(known[axis])
+    if axis in seen:
+        return None
+
+    def other(one: Axis | int) -> Extent | None:
+        return (lambda _: one) if isinstance(one, int) else extent_from(one, known, splits, seen | {axis})
+
+    if axis.whole and (whole := other(axis.whole)):
+        return _quotient(whole, 2)
+    parts = [part for part in map(other, axis.parts) if part]
+    if parts and len(parts) == len(axis.parts):
+        return lambda extents: functools.reduce(operator.mul, [part(extents) for part in parts])
+    for columns, heads, own in splits:
+        if own.root is axis and (whole := other(columns)) and isinstance(count := heads.root.parts[0], int):
+            return _quotient(whole, count)
+    return None
+
+
+def _quotient(whole: Extent, count: int) -> Extent:
+    return lambda extents: whole(extents) // count

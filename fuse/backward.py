@@ -21,16 +21,17 @@ from typing import Any
 import numpy as np
 
 from . import derivative, language, terms
+from .candidates import Candidate
 from .definition import NoKernel
 from .derivative import NoRule
 from .derivative_check import DerivativeCheck, compare_with_differences
-from .functions import CASTS
+from .functions import CASTS, MAPS
 from .fused import Fused
 from .given import cast, dtype_of
 from .graph import between, walk
-from .module import unused
+from .names import unused
 from .place import is_total_of_rows
-from .program import FLOATS
+from .program import FLOATS, HOLDS
 from .proof import Proof
 from .terms import Term, viewed
 from .trace import Shape, Traced, result_names, traced
@@ -50,7 +51,7 @@ OPERATORS: dict[str, Callable] = {  # what the framework does with arrays, besid
     "merged": language.merge_heads,
     **dict.fromkeys(CASTS, lambda x: x),
 }
-AT_THE_END = "add", "sub", "mul", "div", "neg"  # what it does with what it makes of pieces
+AT_THE_END = {*MAPS, "sum", "max"}  # what it does with what it makes of pieces
 
 
 def at_the_end(x: Term) -> bool:
@@ -76,17 +77,19 @@ def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
         x = stack.pop()
         if at_the_end(x) and not (sums and x.operation == "total"):
             stack += x.of[::-1]
-        elif x.of:
+        elif x.of and x.ndim > 1:  # what is made of vectors alone needs no kernel
             found[x] = None
     return list(found)
 
 
 def by_framework(roots: Sequence[Term], known: Mapping[Term, Any]) -> list[Any]:
     """The values of `roots`, computed with the framework's own operations from the terms whose values are known. Sums over
-    rows are taken in float32."""
+    rows are taken in float32, and so is what is made of vectors."""
     found = dict(known)
     for x in between(roots, [*known]):
         of = [found[y] for y in x.of]
+        if x.ndim < 2:
+            of = [cast(y, "float32") if dtype_of(y) in HOLDS else y for y in of]
         if x.operation == "number":
             found[x] = x.what
         elif x.operation == "length":
@@ -160,6 +163,12 @@ class Gradient(Fused):
     def gradient(self) -> Gradient:
         """NotImplementedError: there are no second derivatives."""
         raise NotImplementedError(f"{self.name}: has no second derivatives")
+
+    def __reduce__(self) -> Any:
+        """See Fused: as what is made of the function."""
+        if self.function.__dict__.get("gradient") is self:
+            return getattr, (self.function, "gradient")
+        return Gradient, (self.function, self.wanted, self.by, self.count, self.sums)
 
     def _know(self, count: int) -> None:
         """Take note of how many results the function has: the names of the parameters follow from it."""
@@ -293,9 +302,17 @@ class Gradient(Fused):
         if out is not None:
             raise TypeError(f"{self.name}: gives new arrays, and takes no out")
         arrays = self._arguments(given, named)
-        if self.sums and not sums_by_kernels(self._whole(self._shapes(self._rows(arrays)[0])).roots):
+        if not self._sums(arrays):
             return self.without_sums.run(*arrays, stream=stream)
         return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
+
+    def _sums(self, arrays: Sequence[Any]) -> bool:
+        """Is this the gradient that serves arrays of these lengths, and not the one without sums?"""
+        return not self.sums or sums_by_kernels(self._whole(self._shapes(self._rows(arrays)[0])).roots)
+
+    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
+        given = self._arguments(arrays)
+        return super()._served(given) if self._sums(given) else self.without_sums._served(given)
 
     def _ended(self, arrays: Sequence[Any], run: Callable) -> tuple[Any, ...]:
         """The gradients for these arrays. run: makes the pieces, by kernels or by the definition; the framework's operations
@@ -337,7 +354,7 @@ class Gradient(Fused):
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
         made = pieces(found.roots, self.sums)
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
-        kernels = self.candidates(*arrays)[0].explained() if made else "There is no kernel."
+        kernels = super().explain(*arrays) if made else "There is no kernel."
         return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 

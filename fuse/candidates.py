@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from . import module, place, rules, terms
+from . import module, names, place, rules, terms
 from .cost import Card
 from .rules import Rule
 from .terms import PARTS, Term, viewed
@@ -81,16 +80,17 @@ def _view(x: Term, parameters: dict[Term, str]) -> str:
     else:
         called, heads = f"{base}_of_heads", f"{parameters[x.of[1]]}.shape[0]"
         made = f"{base}.reshape({base}.shape[0], {heads}, -1).swapaxes(0, 1)"
-    parameters[x] = module.unused(called, parameters.values())
+    parameters[x] = names.unused(called, parameters.values())
     return f"{parameters[x]} = {made}"
 
 
 class Chosen(NamedTuple):
-    """A way to compute a definition, as a module. text: the module. outs: the names of the results. scratch: the terms that
-    are kept in memory between kernels. written: the results and those. kernels: in the order of their launches. terms: the
-    term that each parameter of the module's `launch` stands for."""
+    """A way to compute a definition, as a module. text: the module. names: what the arguments are called there. outs: the
+    names of the results. scratch: the terms that are kept in memory between kernels. written: the results and those. kernels:
+    in the order of their launches. terms: the term that each parameter of the module's `launch` stands for."""
 
     text: str
+    names: tuple[str, ...]
     outs: tuple[str, ...]
     scratch: tuple[Term, ...]
     written: tuple[Term, ...]
@@ -100,34 +100,33 @@ class Chosen(NamedTuple):
 
 @functools.lru_cache(1024)
 def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
-    """The module of a candidate. Arguments keep their names, except where the module uses a name for something else."""
-    marks = [f"argument{n}a" for n in range(len(found.inputs))]
-    names = module.free([key for key, _ in found.inputs], marks, _module(name, found, candidate, marks).text)
-    return _module(name, found, candidate, names)
-
-
-def _module(name: str, found: Traced, candidate: Candidate, names: Sequence[str]) -> Chosen:
-    """The module, with the arguments called by these names."""
-    way = candidate.way
-    parameters = {x: its for (_, x), its in zip(found.inputs, names)} | dict(zip(candidate.roots, found.outs))
+    """The module of a candidate. The arguments, the results, the function and its variables keep their names, except where the
+    module uses a name for something else, or one of those that come before it here has it."""
+    way, own = candidate.way, [*(key for key, _ in found.inputs), *found.outs, name, *(key for key, _ in found.spoken)]
+    marks = names.marks(own)
+    each = iter(marks)
+    given, outs, function = [next(each) for _ in found.inputs], [next(each) for _ in found.outs], next(each)
+    spoken = {x: mark for (_, x), mark in zip(found.spoken, each)}
+    parameters = {x: mark for (_, x), mark in zip(found.inputs, given)} | dict(zip(candidate.roots, outs))
     scratch = [x for kernel in way.kernels for x in kernel.roots if x not in parameters]
     for x in scratch:
-        parameters[x] = module.unused(HIDDEN.get(x.operation, "hidden"), parameters.values())
+        parameters[x] = names.unused(HIDDEN.get(x.operation, "hidden"), parameters.values())
     views = []
     for x in dict.fromkeys(x for kernel in way.kernels for x in kernel.leaves if viewed(x) is not x):
         if x.operation == "spread":  # of which a kernel reads what it is of
             parameters[x] = parameters[x.of[0]]
         else:
             views.append(_view(x, parameters))
-    spoken = {x: key for key, x in found.spoken}
-    title = equations(dict(zip(found.outs, found.roots)), spoken)
-    texts, known = [], set[str]()
+    labels = list[str]()
     for kernel in way.kernels:
-        label = module.unused(name if kernel is way.kernels[-1] else f"{name}_{kernel.label}", known)
-        known.add(label)
-        texts.append((label, kernel.text(label, parameters, spoken)))
-    given = [*names, *found.outs, *(parameters[x] for x in scratch)]
+        labels.append(names.unused(function if kernel is way.kernels[-1] else f"{function}_{kernel.label}", labels))
+    texts = [(label, kernel.text(label, parameters, spoken)) for label, kernel in zip(labels, way.kernels)]
+    texts = module.rename_globals(function, texts)
+    taken = [*given, *outs, *(parameters[x] for x in scratch)]
+    put = names.settle_names(own, marks, module.outline(texts, taken, views))
+    title = equations(dict(zip(found.outs, found.roots)), {x: key for key, x in found.spoken})
+    texts = [(put(label), text.with_names(put)) for label, text in texts]
+    text = module.assemble(title, put(function), texts, [*map(put, taken)], [*map(put, views)])
     written = (*candidate.roots, *scratch)
     every = (*(x for _, x in found.inputs), *written)
-    text = module.assemble(title, name, texts, given, views)
-    return Chosen(text, found.outs, tuple(scratch), written, way.kernels, every)
+    return Chosen(text, tuple(map(put, given)), found.outs, tuple(scratch), written, way.kernels, every)

@@ -4,6 +4,7 @@ text of the kernels, their proof, their machine code. `fuse.kernel` makes of it 
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiles.launch import watchers
 from tiles.recording import recorded
 
 from . import language, module, place, tune
-from .candidates import Candidate, Chosen, candidates, chosen
+from .candidates import Candidate, candidates, chosen
 from .cost import Card, card, card_of
 from .proof import Proof, proven
 from .trace import Shape, Traced, kinds_of, loose, ordinal_of, rows_alone, shape_of, traced
@@ -36,7 +37,8 @@ class Definition:
         if not hasattr(definition, "__code__"):
             raise TypeError(f"fuse.kernel: must be given a Python function of arrays: {definition!r:.60}")
         name = definition.__name__
-        self.definition, self.name = definition, name if name.isidentifier() else "fused"  # a lambda's is none
+        named = name.isidentifier() and not keyword.iskeyword(name)  # a lambda is not
+        self.definition, self.name = definition, name if named else "fused"
         self.signature = inspect.signature(definition)
         self.names = list(self.signature.parameters)
         self.leading_are_rows: dict[tuple, bool] = {}
@@ -118,30 +120,31 @@ class Definition:
         seconds = tune.remembered([chosen(self.name, found, one) for one in every[: tune.FEW]], card(ordinal).name)
         return tune.ranked(every, seconds) if seconds else every
 
-    def _chosen(self, shapes: tuple[Shape, ...], ordinal: int | None) -> Chosen:
-        """The module of the best way, for arrays of these shapes on this GPU."""
+    def _ways(self, shapes: tuple[Shape, ...], ordinal: int | None) -> tuple[Traced, list[Candidate]]:
+        """(the definition as terms, the ways to compute it, best first), for arrays of these shapes on this GPU. A call takes
+        the first one (program.py). NoKernel: there is none."""
         found = self._trace(shapes)
-        return chosen(self.name, found, self._candidates(found, ordinal)[0])
+        return found, self._candidates(found, ordinal)
 
-    def _found(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
-        """(the definition as terms, the ways to compute it, best first), for these arrays."""
+    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
+        """The same for these arrays. NoKernel: a call with them would run by parts."""
         flat, _ = self._rows(self._arguments(arrays))
-        found = self.trace(flat)
-        return found, self._candidates(found, ordinal_of(flat))
+        return self._ways(self._shapes(flat), ordinal_of(flat))
 
     def candidates(self, *arrays: Any) -> list[Candidate]:
-        """The ways to compute it that were found for these arrays, best first."""
-        return self._found(arrays)[1]
+        """The ways to compute it that were found for these arrays, best first. NoKernel, of this as of source and proof: a call
+        with these arrays would run by parts."""
+        return self._served(arrays)[1]
 
     def source(self, *arrays: Any) -> str:
         """The module that serves these arrays, as text: run it, edit it, keep it."""
-        found, every = self._found(arrays)
+        found, every = self._served(arrays)
         return chosen(self.name, found, every[0]).text
 
     def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
         """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked. The
         proof prints the seed that its random primes follow from; with `seed` it is repeated."""
-        found, every = self._found(arrays)
+        found, every = self._served(arrays)
         return proven(self.name, found, every[0], seed)
 
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:

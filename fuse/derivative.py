@@ -151,7 +151,7 @@ BACK: dict[str, Back] = {  # of y, made of others, with the gradient g by y: tho
     "dropout": lambda g, y, x, p, seed: (Part(g.by, terms.dropout(_whole(g.term, y), p, seed)), None, None),
     "pick": lambda g, y, x, index: (g.where(terms.is_column(x, index)), None),
     "split": _linear(lambda g, y: terms.merged(g)),
-    "merged": _linear(lambda g, y: terms.split(g, y.what)),
+    "merged": _linear(lambda g, y: terms.split_like(g, y.of[0])),
 }
 for _comparison in ("less", "less_equal", "greater", "greater_equal"):
     BACK[_comparison] = lambda g, y, a, b: (None, None)
@@ -238,7 +238,7 @@ def _fitted(part: Part, x: Term, y: Term) -> Part | None:
     """The gradient that an operation x returns to its operand y, summed over the axes along which y was broadcast; None if it
     is 0."""
     term = part.term
-    has = (None,) * (x.ndim - term.ndim) + term.names
+    has = ((None,) * (x.ndim - term.ndim) + term.names)[max(0, term.ndim - x.ndim) :]  # a total over rows keeps their axis
     needs = (None,) * (x.ndim - y.ndim) + y.names
     if x.operation not in ("sum", "max", "matmul", "transpose", "concat", "half", "split", "merged", "pick"):  # of its shape
         for place, axis in enumerate(x.names):

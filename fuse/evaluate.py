@@ -144,7 +144,7 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
         elif x.operation in PARTS:
             found = _of_parts(x.operation, arithmetic, arithmetic.count(x.names[-1], x.extents[-1]), *of)
         elif x.operation == "split":
-            found = of[0].reshape(*of[0].shape[:-1], x.what, -1).swapaxes(-3, -2)
+            found = of[0].reshape(*of[0].shape[:-1], arithmetic.count(x.names[-3], x.what), -1).swapaxes(-3, -2)
         elif x.operation == "merged":
             found = of[0].swapaxes(-3, -2).reshape(*of[0].shape[:-3], of[0].shape[-2], -1)
         elif x.operation == "stacked":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from .definition import Definition, NoKernel, once
 from .evaluate import InNumPy, evaluate
 from .given import as_rows, cast, dtype_of, in_order, refuse_index, written
 from .program import FLOATS, HOLDS, FusedProgram, chosen_among, program_of
-from .trace import Shape, ordinal_of
+from .trace import Shape, Traced, ordinal_of
 
 if TYPE_CHECKING:
     from .backward import Gradient
@@ -61,6 +62,27 @@ class Fused(Definition):
         if gradient.wants_gradient(arrays):
             return self._differentiable(arrays, out, stream)
         return self.run(*arrays, out=out, stream=stream)
+
+    # ---- as functions are --------------------------------------------------------------------------------------------
+    def __copy__(self) -> Fused:
+        """Itself: what it knows of its calls is true of any copy, as of functions."""
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Fused:
+        """See __copy__."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """How it is pickled: by the name that its module has for it, or else for its definition. PicklingError: it has
+        neither."""
+        name = self.definition.__qualname__
+        there = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), sys.modules.get(self.__module__))
+        if there is self:
+            return name
+        if there is self.definition:
+            return kernel, (self.definition,)
+        words = f"is pickled by its name, and {self.__module__} has no {name}"
+        raise pickle.PicklingError(f"{self.name}: {words}: define it with def, at the top level of a module")
 
     # ---- by kernels --------------------------------------------------------------------------------------------------
     def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
@@ -178,11 +200,14 @@ class Fused(Definition):
         """In sentences: which rules were used, what the kernels do, what the roofline estimates; and why a call with these
         arrays runs by parts, if it does."""
         try:
-            said = self.candidates(*arrays)[0].explained()
-            self._plan_only(arrays)
+            return self.candidates(*arrays)[0].explained()
         except NoKernel as error:
             return f"A call with these arrays runs by parts, and no kernel serves it. {error}."
-        return said
+
+    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
+        known = super()._served(arrays)
+        self._plan_only(arrays)
+        return known
 
     def _plan_only(self, given: Sequence[Any]) -> None:
         """Plan a call, and launch nothing. NoKernel: with these arrays, their strides and dtypes, it would run by parts."""

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tiles.torch_op import compiling, exporting, mapped_with_grad, transformed
+from tiles.torch_op import compiling, exporting, mapped_with_grad, token, transformed
 
 from . import graph
 from .candidates import candidates
 from .cost import LAUNCH, Card, card
 from .derivative import NoRule
-from .module import PROGRAMS, unused
+from .module import PROGRAMS
+from .names import unused
 from .place import Way
 from .terms import Term, viewed
 from .trace import Shape, kinds_of, loose, ordinal_of, shape_of
@@ -111,7 +112,7 @@ class Gradients:
         if key not in self.known:
             from . import autograd
 
-            self.known[key] = unused(f"{self.function.name}_gradient", PROGRAMS)
+            self.known[key] = unused(token(f"{self.function.name}_gradient"), PROGRAMS)
             PROGRAMS.add(self.known[key])
             autograd.op(self.of(wanted, by, count), self.known[key])
         return self.known[key]

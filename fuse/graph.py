@@ -108,7 +108,7 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
     if x.operation == "half":
         return terms.half(of[0], x.what)
     if x.operation == "split":
-        return terms.split(of[0], x.what)
+        return terms.split_like(of[0], x)
     if x.operation == "total":
         return terms.total_along(of[0], x.what)
     if x.operation == "gathered":

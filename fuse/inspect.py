@@ -11,6 +11,7 @@ import inspect
 import itertools
 import multiprocessing
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -135,13 +136,23 @@ def _row(given: tuple[str, Case]) -> tuple[str, bool]:
         return f"{given[0]:8} {given[1]!s:42} {type(error).__name__}: {error}  BAD", True
 
 
+def _selectable(archs: Sequence[str]) -> str:
+    """The operators that there are, in words."""
+    names = dict.fromkeys(case.name for arch in archs for case in cases((), arch))
+    return f"there are {', '.join(names)}"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print the rows; the exit code is 1 if a kernel is bad."""
+    """Print the rows. The exit code is 1 if a kernel is bad, and 2 if a text of --only selects nothing."""
     parser = argparse.ArgumentParser(prog="python -m fuse inspect", description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("--arch", nargs="+", default=ARCHS, help=f"by default {' '.join(ARCHS)}")
     parser.add_argument("--only", nargs="+", default=(), help="texts, one of which is in an operator's name")
     parser.add_argument("--jobs", type=int, help="processes, by default one a core")
     asked = parser.parse_args(arguments)
+    for text in asked.only:
+        if not any(True for arch in asked.arch for _ in cases([text], arch)):
+            print(f"--only: selects nothing on {' '.join(asked.arch)}: {text!r}; {_selectable(asked.arch)}", file=sys.stderr)
+            return 2
     wrong = 0
     with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
         every = ((arch, case) for arch in asked.arch for case in cases(asked.only, arch))

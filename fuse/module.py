@@ -4,12 +4,12 @@ A template says of its kernel a Text: what stands in it line by line. `assemble`
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import linecache
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import symtable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ import ops
 import tiles
 
 from .lines import WIDTH, assigned, broken, cut_at_commas, imports
+from .names import array, free_names, global_names, unused
 
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
@@ -47,6 +48,12 @@ class Text:
     bounds: str = ""
     arguments: list[tuple[str, str]] = field(default_factory=list)
 
+    def with_names(self, put: Callable[[str], str]) -> Text:
+        """The same with other names. put: what becomes of each piece of code."""
+        counts, arguments = ([(put(one), put(other)) for one, other in some] for some in (self.counts, self.arguments))
+        code, helpers, kernel, before = ([*map(put, some)] for some in (self.globals, self.helpers, self.kernel, self.before))
+        return Text(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)
+
 
 @functools.cache
 def _templates() -> jinja2.Environment:
@@ -71,28 +78,49 @@ def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
     return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
+def rename_globals(name: str, kernels: Sequence[tuple[str, Text]]) -> list[tuple[str, Text]]:
+    """The kernels of a module, (name, Text) of each, with new names for the globals and helpers of all but the last one. name:
+    that of the function, with which the kernels' begin."""
+    last = next((text for _, text in kernels[::-1] if text.kernel), None)
+    renamed = [{} if text is last else _marks(kernel.removeprefix(f"{name}_"), text) for kernel, text in kernels]
+    return [(kernel, text.with_names(functools.partial(_marked, marks=its))) for (kernel, text), its in zip(kernels, renamed)]
+
+
+def outline(kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str]) -> str:
+    """All code of a module, as Python reads it, wherever its lines end."""
+    bodies, launches = list[str](), [*views]
+    for kernel, text in kernels:
+        bodies += [*text.globals, *text.helpers]
+        launches += [*text.before, *(f"{called} = {made}" for called, made in text.counts)]
+        if text.kernel:
+            bodies += [
+                f"@cuda.jit(launch_bounds=({text.bounds}))",
+                f"def {kernel}({', '.join(one for one, _ in text.arguments)}):",
+            ]
+            bodies += [f"    {line}" for line in text.kernel]
+            launches.append(f"tiles.launch({kernel}, {text.launch})({', '.join(value for _, value in text.arguments)})")
+    return "\n".join([*bodies, f"def launch({', '.join(parameters)}):", *(f"    {line}" for line in launches)])
+
+
 def assemble(
     title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str] = ()
 ) -> str:
     """The text of a module. title: its docstring. name: the name of what it computes. kernels: (name, Text) of each kernel, in
     the order of their launches. parameters: those of the module's `launch`; arrays that are written come last. views: lines
     `name = expression` that make views of them; a view that is used once is written where it is used."""
-    texts = [text for _, text in kernels]
     constants, bodies, launches = list[str](), list[str](), list[str]()
-    last = next((text for text in texts[::-1] if text.kernel), None)
+    taken = {*parameters, *(kernel for kernel, _ in kernels)}
     for kernel, text in kernels:
-        marks = {} if text is last else _marks(kernel.removeprefix(f"{name}_"), text)
-        mark = functools.partial(_marked, marks=marks)
-        constants += map(mark, text.globals)
-        launches += [f"    {line}" for line in [*map(mark, text.before), *assigned((n, mark(made)) for n, made in text.counts)]]
+        constants += text.globals
+        launches += [f"    {line}" for line in [*text.before, *assigned(text.counts)]]
         if not text.kernel:
             continue
-        bodies += ["", "", *map(mark, text.helpers)] if text.helpers else []
-        bodies += ["", "", f"@cuda.jit(launch_bounds=({mark(text.bounds)}))"]
+        bodies += ["", "", *text.helpers] if text.helpers else []
+        bodies += ["", "", f"@cuda.jit(launch_bounds=({text.bounds}))"]
         bodies += [f"def {kernel}({', '.join(one for one, _ in text.arguments)}):"]
-        bodies += [f"    {mark(line)}" for line in text.kernel]
+        bodies += [f"    {line}" for line in text.kernel]
         given = ", ".join(value for _, value in text.arguments)
-        launches += [f"    {line}" for line in _call(kernel, mark(text.launch), mark(given))]
+        launches += [f"    {line}" for line in _call(kernel, text.launch, given, taken)]
     named = dict(view.split(" = ", 1) for view in views)
     for called, made in reversed(named.items()):  # each after what it is a view of
         inside = [re.sub(rf"\b{called}\b", lambda _: made, one) for one in launches]
@@ -109,26 +137,27 @@ def assemble(
     return "\n".join([*f'"""{title}{end}"""'.splitlines(), "", *_imports("\n".join(body)), "", *body]) + "\n"
 
 
-def _call(kernel: str, launch: str, given: str) -> list[str]:
+def _call(kernel: str, launch: str, given: str, taken: Iterable[str]) -> list[str]:
     """The lines of a launch: one line if it fits. Otherwise the launch and the call get a line each, and the number of blocks
-    and some arguments, too, if they must."""
+    and some arguments, too, if they must. taken: names that are not free for them."""
     whole = f"tiles.launch({kernel}, {launch})({given})"
     if len(whole) <= WIDTH - 4:
         return [whole]
-    if len(f"run = tiles.launch({kernel}, {launch})") > WIDTH - 4 and "blocks" not in launch:
+    run, some, count = (unused(one, taken) for one in ("run", "given", "blocks"))
+    if len(f"{run} = tiles.launch({kernel}, {launch})") > WIDTH - 4 and count not in launch:
         blocks, *others = cut_at_commas(launch)
-        return [f"blocks = {blocks}", *_call(kernel, ", ".join(["blocks", *others]), given)]
+        return [f"{count} = {blocks}", *_call(kernel, ", ".join([count, *others]), given, taken)]
     arrays = cut_at_commas(given)
     for n in range(len(arrays) - 1, 1, -1):
-        first, rest = f"given = {', '.join(arrays[:n])}", f"run(*given, {', '.join(arrays[n:])})"
+        first, rest = f"{some} = {', '.join(arrays[:n])}", f"{run}(*{some}, {', '.join(arrays[n:])})"
         if len(given) > WIDTH - 8 and "(" in arrays[n - 1] and max(len(first), len(rest)) <= WIDTH - 4:
-            return [f"run = tiles.launch({kernel}, {launch})", first, rest]
-    return [f"run = tiles.launch({kernel}, {launch})", f"run({given})"]
+            return [f"{run} = tiles.launch({kernel}, {launch})", first, rest]
+    return [f"{run} = tiles.launch({kernel}, {launch})", f"{run}({given})"]
 
 
 def _imports(text: str) -> list[str]:
     """The lines that import what the text uses."""
-    names = _asked(ast.parse(text))
+    names = free_names(symtable.symtable(text, "", "exec"))
     homes: dict[str, list[str]] = {}
     for name in sorted(names & HOMES.keys()):
         homes.setdefault(HOMES[name], []).append(name)
@@ -141,31 +170,15 @@ def _imports(text: str) -> list[str]:
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
-def _asked(scope: ast.AST) -> set[str]:
-    """The names that a module or a function reads and does not assign."""
-    inner = [node for node in getattr(scope, "body", []) if isinstance(node, ast.FunctionDef)]
-    hidden = {id(node) for one in inner for part in one.body for node in ast.walk(part)}
-    nodes = [node for node in ast.walk(scope) if isinstance(node, (ast.Name, ast.arg)) and id(node) not in hidden]
-    apart = {id(node) for one in inner for node in ast.walk(one.args)}
-    own = {node.arg for node in nodes if isinstance(node, ast.arg) and id(node) not in apart}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {one.name for one in inner}
-    asked = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return (asked | {name for one in inner for name in _asked(one)}) - own
-
-
 def _marks(label: str, text: Text) -> dict[str, str]:
     """{name: new name} for the globals and helpers of a kernel that is not the module's last one, so that no two kernels use
     one name."""
-    tree = ast.parse("\n".join([*text.globals, *text.helpers]))
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in ast.walk(node.targets[0])]
-    names = functions | {target.id for target in targets if isinstance(target, ast.Name)}
-    return {name: f"{label.upper() if name.isupper() else label}_{name}" for name in names}
+    every = global_names([*text.globals, *text.helpers])
+    return {name: f"{label.upper() if name.isupper() else label}_{name}" for name in every}
 
 
 def _marked(line: str, marks: dict[str, str]) -> str:
-    return re.sub(r"(?<![\w.])[A-Za-z_]\w*(?!\w*=[^=])", lambda match: marks.get(match[0], match[0]), line) if marks else line
+    return re.sub(r"(?<![\w.])[^\W\d]\w*(?!\w*=[^=])", lambda match: marks.get(match[0], match[0]), line) if marks else line
 
 
 @functools.lru_cache(1024)
@@ -177,56 +190,6 @@ def load(text: str, name: str) -> ModuleType:
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     exec(compile(text, file, "exec"), vars(module))
     return module
-
-
-def unused(name: str, taken: Iterable[str]) -> str:
-    """The name, with a number behind it if it is taken."""
-    number, found, taken = 1, name, set(taken)
-    while found in taken:
-        number += 1
-        found = f"{name}_{number}"
-    return found
-
-
-def free(names: Sequence[str], marks: Sequence[str], text: str) -> list[str]:
-    """Names for the arguments of a module: their own, or with a number behind it if the module has something else of that
-    name. text: the module, in which the arguments are called by `marks`."""
-    tree, found = ast.parse(text), list(names)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    rest = [node for node in tree.body if node not in functions]
-    scopes = [_identifiers([one]) for one in functions] + [_identifiers(rest) | {one.name for one in functions}]
-    scopes += [{one.arg for one in node.keywords if one.arg} for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    places, every = {mark: n for n, mark in enumerate(marks)}, set[str]().union(*scopes)
-
-    def called(match: re.Match) -> str:
-        mark = match[0]
-        name = found[places[mark.lower()]]
-        return name.upper() if mark.isupper() else name[0].upper() + name[1:] if mark[0].isupper() else name
-
-    pattern = re.compile("|".join(marks), re.IGNORECASE)
-    while True:
-        wrong = set[str]()
-        for scope in scopes:
-            known = dict[str, str]()
-            for one in sorted(scope):
-                other = known.setdefault(pattern.sub(called, one), one)
-                wrong |= {mark.lower() for mark in pattern.findall(one + other)} if other != one else set()
-        if not wrong:
-            return found
-        for mark in wrong:
-            found[places[mark]] = unused(found[places[mark]], every | {*found})
-
-
-def _identifiers(nodes: Iterable[ast.AST]) -> set[str]:
-    """All names in this code, except those of attributes."""
-    every = [node for one in nodes for node in ast.walk(one)]
-    found = {node.id for node in every if isinstance(node, ast.Name)} | {n.arg for n in every if isinstance(n, ast.arg)}
-    return found | {(n.asname or n.name).split(".")[0] for n in every if isinstance(n, ast.alias)}
-
-
-def array(name: str) -> str:
-    """What a kernel calls the array that a variable is read from: gX for x."""
-    return f"g{name[0].upper()}{name[1:]}"
 
 
 def one_number(name: str, at: str, dtype: str) -> str:

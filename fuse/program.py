@@ -15,13 +15,16 @@ from tiles.checks import Check, asked
 from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
 from tiles.schema import Schema
+from tiles.torch_op import token
 
 from . import graph, module, terms
-from .candidates import Chosen
+from .axes import extent_from
+from .candidates import Chosen, chosen
 from .definition import Definition, NoKernel
 from .early import Early
 from .functions import CASTS, FP8, MAPS
 from .given import index_values
+from .names import array, unused
 from .terms import Term
 from .trace import Shape, Traced
 
@@ -47,7 +50,7 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
     arrays = {name: s for name, s in zip(function.names, shapes) if s.extents}
     numbers = [name for name, s in zip(function.names, shapes) if not s.extents]
     refuse_dtypes(found, arrays)
-    name = module.unused(function.name, module.PROGRAMS)
+    name = unused(token(function.name), module.PROGRAMS)
     module.PROGRAMS.add(name)
     schema, beyond = schema_of(name, found, arrays)
 
@@ -59,7 +62,8 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
             raise NoKernel(f"{function.name}: a result must have axes of the arguments: {beyond[0]!r:.200}")
         return plan
 
-    parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in ("problem", *numbers)]
+    every = (unused("problem", numbers), *numbers)
+    parameters = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in every]
     planner.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     planner.__annotations__ = dict.fromkeys(numbers, float)
     return FusedProgram(schema, planner, found, functools.partial(gradient, found.outs))
@@ -68,23 +72,20 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
 # ---- the schema ------------------------------------------------------------------------------------------------------
 def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
     """(the schema of the arguments that are arrays, and of the results; the results with an axis of which no extent is known).
-    A result has the axes of arguments, halves of them, and axes of length 1."""
+    A result has axes of the arguments and of length 1, and such as follow from these: see axes.extent_from."""
     inputs = dict(found.inputs)
     letters = graph.axes(*[inputs[name] for name in arrays], *found.roots)
     given, made = letters[: len(arrays)], letters[len(arrays) :]
-    letter_of = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].names, its) if axis}
-    halves = {
-        one: _half_of(letter_of[axis.root.whole.root])
-        for x, its in zip(found.roots, made)
-        for axis, one in zip(x.names, its)
-        if axis is not None and axis.root not in letter_of and axis.root.whole and axis.root.whole.root in letter_of
-    }
-    known = {*"".join(given), *halves}
-    beyond = [
-        x for x, its in zip(found.roots, made) if any(axis is not None and one not in known for axis, one in zip(x.names, its))
-    ]
-    extents: dict[str, Any] = {axis: 1 for axis in set("".join(made)) - known} | halves
-    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), **extents), beyond
+    known = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].names, its) if axis}
+    extents: dict[str, Any] = dict.fromkeys({*"".join(made)} - {*known.values()}, 1)
+    beyond = dict[Term, None]()
+    for x, its in zip(found.roots, made):
+        for axis, one in zip(x.names, its):
+            if axis is not None and axis.root not in known:
+                extent = extent_from(axis, known, found.space.splits)
+                extents |= {one: extent} if extent else {}
+                beyond |= {} if extent else {x: None}
+    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), **extents), [*beyond]
 
 
 def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str], made: Sequence[str]) -> list[str]:
@@ -100,17 +101,13 @@ def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str
     return rows
 
 
-def _half_of(axis: str) -> Callable[[Mapping[str, Any]], Any]:
-    """The extent of a result's axis that is half of this one, as a schema asks for it."""
-    return lambda extents: extents[axis] // 2
-
-
 # ---- the plan --------------------------------------------------------------------------------------------------------
 def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbers: Mapping[str, float]) -> Plan:
     """The launches of the best way, for this problem. shapes: of all arguments. numbers: those that are no arrays, by name.
     NoKernel: no kernel serves these arrays."""
     refuse_mixed(function, shapes)
-    made = function._chosen(shapes, problem.device)
+    found, every = function._ways(shapes, problem.device)
+    made = chosen(function.name, found, every[0])
     refuse_unaligned(function, problem, made)
     operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(function.names, shapes)]
     operands += [problem[name] for name in made.outs]
@@ -120,7 +117,7 @@ def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbe
     try:
         steps, more = recorded(module.load(made.text, function.name).launch, *operands, places=places)
     except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
-        of_kernel = {module.array(name): name for name in function.names}
+        of_kernel = {array(its): name for its, name in zip(made.names, function.names)}
         said = re.sub(r"\bg[A-Z]\w*", lambda found: of_kernel.get(found[0], found[0]), str(error))
         raise NoKernel(f"{function.name}: {said}") from None
     operand_of, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)

@@ -162,6 +162,7 @@ def _apart(x: Term, arrays: Sequence[Any], found: Traced, scales: Mapping[int, f
 def extents_of_run(found: Traced, candidate: Candidate) -> dict[Axis, int]:
     """The extents of the axes that a run has, off the edges of the kernels' tiles, but as the kernels' texts need them."""
     rows = {x.names[-2].root for x in found.roots if x.names[-2]}
+    rows -= {x.names[-1].root for x in (*found.roots, *(x for _, x in found.inputs)) if x.ndim > 1 and x.names[-1]}
     most = min(kernel.most_rows for kernel in candidate.way.kernels)
     extents = {axis: n for kernel in candidate.way.kernels for axis, n in kernel.fixed.items()}
     every = [*walk(*found.roots), *(x for _, x in found.inputs)]  # some of which nobody may ask for

@@ -26,7 +26,9 @@ x are the rows of w, whatever their numbers are (axes.py), and the axes of a cal
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 from .axes import PART, Axis, halved, same
@@ -178,10 +180,16 @@ class Term:
 # ---- making them -----------------------------------------------------------------------------------------------------
 class Space:
     """The terms of one definition. Equal terms are one object here. loose: the extents say nothing, and are not compared.
-    dtype: that of the first array, which results have, and what is kept between kernels."""
+    dtype: that of the first array, which results have, and what is kept between kernels.
+
+    While the definition runs, code is its code, and frames are those of it in which terms were made: a frame that somebody
+    holds keeps its variables when it returns. Hooks of Python's (sys.setprofile) would tell as much, but a profiler or a
+    debugger may have them."""
 
     def __init__(self, loose: bool = False, dtype: str = "bfloat16"):
         self.loose, self.dtype = loose, dtype
+        self.code: CodeType | None = None
+        self.frames: list[FrameType] = []
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
         self.cuts: dict[Axis, Axis] = {}
@@ -190,10 +198,20 @@ class Space:
 
     def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
         """The one term with this operation on these operands."""
+        if self.code is not None:
+            self._hold_frame()
         key = operation, tuple(map(id, of)), what, type(what)
         if key not in self.terms:
             self.terms[key] = Term(operation, tuple(of), what, extents, names)
         return self.terms[key]
+
+    def _hold_frame(self) -> None:
+        """Hold the innermost frame of the definition."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self.code:
+            frame = frame.f_back
+        if frame is not None and frame not in self.frames:
+            self.frames.append(frame)
 
 
 SPACES: list[Space] = [Space()]  # the last one is where terms are made
@@ -443,6 +461,14 @@ def heads(x: Term, like: Term) -> Term:
     """(s, h d) as (h, s, d), a view. like: a term (h, d, r) whose first two axes, stacked, are x's columns."""
     (h, d, _), (of_heads, columns, _) = like.extents, like.names
     return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
+
+
+def split_like(x: Term, like: Term) -> Term:
+    """(..., s, h d) as (..., h, s, d), the shape of `like`, whose heads merged would have x's columns."""
+    *lead, s, _ = x.extents
+    count, own = like.extents[-3], like.extents[-1]
+    names = (*x.names[:-2], like.names[-3], x.names[-2], like.names[-1])
+    return _made("split", (x,), count, (*lead, count, s, own), names)
 
 
 def split(x: Any, count: int) -> Term:

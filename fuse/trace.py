@@ -20,7 +20,7 @@ from . import terms
 from .axes import Axis
 from .functions import MAPS
 from .graph import indices, walk
-from .module import unused
+from .names import identifiers
 from .terms import Term
 
 ANY = 64 * 3 * 5 * 7 * 2**20  # an extent where only the names of axes count, and no two are compared
@@ -123,7 +123,7 @@ def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]
     for x in indices(results) if rows is not None else ():
         if x.names == (None,):  # one row's
             x.names = (rows,)
-    outs = tuple([unused(name, names) for name in named]) or result_names(names, len(results))
+    outs = identifiers(named, names) or result_names(names, len(results))
     called = tuple((name, x) for name, x in spoken.items() if x.of and name not in outs)
     one = not isinstance(result, (tuple, dict))
     return Traced(tuple(inputs.items()), tuple(results), outs, one, called, space)
@@ -137,17 +137,11 @@ def result_names(names: Sequence[str], count: int) -> tuple[str, ...]:
 def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str, Term]]:
     """(what the definition returns, {name: term} of its local variables). For a definition that was made from another one, as
     a gradient is, the variables of that one. An error gets the line of the definition in which it came up."""
-    spoken: dict[str, Term] = {}
-    code = getattr(definition, "watched", definition).__code__
-
-    def watch(frame, event, _):
-        if event == "return" and frame.f_code is code:
-            spoken.update({name: x for name, x in frame.f_locals.items() if isinstance(x, Term)})
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
+    code, space = getattr(definition, "watched", definition).__code__, terms.SPACES[-1]
+    space.code = code
     try:
-        return definition(*given), spoken
+        result = definition(*given)
+        return result, {name: x for frame in space.frames for name, x in frame.f_locals.items() if isinstance(x, Term)}
     except (AttributeError, TypeError, ValueError) as error:
         line = _line(error, code)
         if not line:
@@ -156,7 +150,8 @@ def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str
         found.name = getattr(error, "name", None)  # of an attribute that is not there
         raise found from error
     finally:
-        sys.setprofile(before)
+        space.code = None
+        space.frames.clear()
 
 
 def _line(error: Exception, code: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .functions import CASTS, MAPS
 from .graph import softmax_of, walk
-from .module import unused
+from .names import unused
 from .terms import Term
 
 SUM, PRODUCT, UNARY, ATOM = range(4)  # how strongly an expression binds; of products with @, which stand in parentheses, too

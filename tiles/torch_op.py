@@ -14,6 +14,7 @@ torch is never imported here.
 from __future__ import annotations
 
 import inspect
+import re
 import string
 import sys
 import threading
@@ -165,6 +166,11 @@ def _cast_to(torch: Any, x: Any, row: Argument) -> Any:
 
 
 # ---- the op ----------------------------------------------------------------------------------------------------------
+def token(name: str) -> str:
+    """A name of Python's as torch's signatures take it, which know ASCII alone: Δx is u394x."""
+    return re.sub(r"[^\x00-\x7f]", lambda found: f"u{ord(found[0]):x}", name)
+
+
 class _Op:
     """The op of a program, registered while this lives. All methods take the op's arguments: tensors, options, layout."""
 
@@ -196,8 +202,8 @@ class _Op:
         """In torch's language: "(Tensor q, ..., bool causal, float? scale, ..., str layout) -> Tensor[]"."""
         letters = iter(string.ascii_lowercase)
         written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
-        tensors = [f"Tensor{mark}{'' if row.needed else '?'} {row.name}" for mark, row in zip(written, self.rows)]
-        options = [f"{TYPES[kind]} {name}" for name, kind in _options(self.program.planner).items()]
+        tensors = [f"Tensor{mark}{'' if row.needed else '?'} {token(row.name)}" for mark, row in zip(written, self.rows)]
+        options = [f"{TYPES[kind]} {token(name)}" for name, kind in _options(self.program.planner).items()]
         made = "Tensor[]" if self.several else "Tensor" if self.results else "()"
         return f"({', '.join([*tensors, *options, 'str layout'])}) -> {made}"
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..axes import Axis
 from ..graph import along, softmax_of
 from ..lines import WIDTH, assigned
-from ..module import DTYPES, Text, unused
+from ..module import DTYPES, Text
+from ..names import unused
 from ..rules import factors, product
 from ..terms import Term
 from ..writing import Writer

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from .. import terms
 from ..axes import Axis
-from ..module import Text, array, unused
+from ..module import Text
+from ..names import array, unused
 from ..terms import Term
 from ..writing import Writer
 from .attention import Attention

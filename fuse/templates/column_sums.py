@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from .. import terms
 from ..axes import Axis
-from ..module import Text, array, unused
+from ..module import Text
+from ..names import array, unused
 from ..terms import Term
 from .row_map import shares
 

@@ -12,7 +12,8 @@ from .. import terms
 from ..axes import Axis
 from ..functions import MAPS
 from ..graph import between, rebuilt
-from ..module import Text, unused
+from ..module import Text
+from ..names import unused
 from ..terms import Term, viewed
 from .row_map import KNOWN, RowMap
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..axes import Axis
-from ..module import DTYPES, Text, array, rendered
+from ..module import DTYPES, Text, rendered
+from ..names import array
 from ..terms import Term
 from .few_rows import MOST_ROWS
 from .many_rows import ManyRows

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..graph import along, is_tile
 from ..lines import assigned
-from ..module import DTYPES, array
+from ..module import DTYPES
+from ..names import array
 from ..terms import Term, viewed
 from .found import Weight
 from .product_text import Named, Part, Words, extent, index, lead, reading

@@ -5,7 +5,8 @@ element by element:   512 elements of a row that follow one another are a warp's
 from __future__ import annotations
 
 from ..graph import along, is_tile
-from ..module import array, one_number
+from ..module import one_number
+from ..names import array
 from ..terms import Term
 from .folded_rows import FOLD, Folded
 from .row_map_text import FOLLOW

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..graph import along, is_tile
-from ..module import array
+from ..names import array
 from ..terms import Term
 from .row_map_text import FOLLOW, NOTHING, Writing
 

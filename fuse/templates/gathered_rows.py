@@ -5,7 +5,7 @@ row by row:   y = f(x[row, :], ...)  and  total[:] += g(x[row, :], ...), of all 
 from __future__ import annotations
 
 from ..graph import along
-from ..module import array
+from ..names import array
 from ..terms import Term
 from .folded_rows import FOLD, Folded
 

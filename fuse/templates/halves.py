@@ -21,7 +21,8 @@ from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import MAPS
 from ..graph import along, between
-from ..module import Text, array, unused
+from ..module import Text
+from ..names import array, unused
 from ..terms import Term
 from ..writing import Writer
 from .folded_rows import resident

@@ -8,7 +8,8 @@ are read at a time fit L2, so that all passes but the first find them there."""
 from __future__ import annotations
 
 from ..graph import along, between, is_index, is_tile
-from ..module import array, one_number
+from ..module import one_number
+from ..names import array
 from ..terms import Term, viewed
 from .row_map_text import FOLLOW, NOTHING
 from .sixteen_rows import LEAST, Looped

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..graph import along, is_tile
-from ..module import DTYPES, array
+from ..module import DTYPES
+from ..names import array
 from ..terms import Term, viewed
 from ..writing import Writer
 from .product_text import Folds, Named, Part, extent, index, keeping, lead, measuring, reading

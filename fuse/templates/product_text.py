@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from ..graph import along, is_tile
-from ..module import array, one_number, unused
+from ..module import one_number
+from ..names import array, unused
 from ..terms import PARTS, Term
 from ..writing import Writer
 from .found import known_length

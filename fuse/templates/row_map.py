@@ -105,6 +105,16 @@ class RowMap:
         return found
 
     @property
+    def broadcasts(self) -> bool:
+        """Is a vector along the columns reduced, so that vectors must stand in tiles, the same in all rows?"""
+        return any(x.operation in ("sum", "max") and not is_tile(x.of[0]) for x in between(self.roots, self.leaves))
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles hold what is read."""
+        return sum(is_tile(x) or (self.broadcasts and along(x)) for x in self.leaves)
+
+    @property
     def dtype(self) -> str:
         """The dtype that arrays are read as: their own if all have the same, otherwise fp32."""
         found = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
@@ -160,7 +170,7 @@ class RowMap:
             return Short
         if self.flat:
             return Flat
-        tiles = sum(is_tile(x) for x in self.leaves)
+        tiles = self.tiles
         if folded := self.folded:
             results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
             alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
@@ -174,7 +184,7 @@ class RowMap:
     @property
     def short(self) -> bool:
         """Is a row as wide as the tile of one warp?"""
-        wide = sum(map(is_tile, self.leaves)) * self.width
+        wide = self.tiles * self.width
         return not self.width % Short.step and 0 < wide <= Short.most and self.plain and not self.sums
 
     def lined(self, form: type[Folded]) -> bool:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
 from ..graph import along, between, is_index, is_tile
-from ..module import Text, array, one_number, unused
+from ..module import Text, one_number
+from ..names import array, unused
 from ..terms import Term
 from ..writing import Writer
 
@@ -143,7 +144,8 @@ class Writing:
                 return f"{name} = fp32(load({array(name)}, rt(TILE.rows, TILE.cols, fp8e4m3), (row, col)))"
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if along(x):
-            return f"{name} = load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
+            read = f"load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"
+            return f"{name} = {'zeros(TILE) + ' * self.kernel.broadcasts}{read}"
         if is_index(x):
             return f"{name} = {array(name)}[row_index(TILE.col_vec) + row]"
         if not x.names[0]:

@@ -5,7 +5,8 @@ sixteen rows of a warp:   tiles as wide as a row, so that nothing lies beyond it
 from __future__ import annotations
 
 from ..graph import along, is_index, is_tile
-from ..module import array, one_number
+from ..module import one_number
+from ..names import array
 from ..terms import Term
 from .row_map_text import FOLLOW, Writing
 
@@ -50,7 +51,9 @@ class Short(Writing):
             read, kind = f"load{'_unordered' * self.unordered}", "TILE" if is_tile(x) else "TILE.row_vec"
             at = "row, 0" if is_tile(x) else "0," if x.ndim == 1 else "0, 0"
             read = f"{read}({array(name)}, {kind}, ({at}))"
-            return f"{name} = {read if self.kernel.dtype == 'fp32' else f'fp32({read})'}"
+            read = read if self.kernel.dtype == "fp32" else f"fp32({read})"
+            broadcast = kind != "TILE" and self.kernel.broadcasts
+            return f"{name} = {f'zeros(rt(TILE.rows, TILE.cols, fp32)) + {read}' if broadcast else read}"
         if is_index(x):
             return f"{name} = {array(name)}[row_index(PLACES.col_vec) + row]"
         if not x.names[0]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..axes import PART
-from ..module import DTYPES, Text, array, rendered
+from ..module import DTYPES, Text, rendered
+from ..names import array
 from ..terms import Term
 from .found import Weight
 from .product import Product

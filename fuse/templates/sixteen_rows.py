@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..graph import along, between, is_tile
-from ..module import unused
+from ..names import unused
 from ..terms import Term
 from .row_map_text import NOTHING, Writing
 

@@ -31,6 +31,13 @@ def test_show(capsys):
             *(1, "tune: measures on "),
             marks=pytest.mark.skipif(has_gpu(), reason="has a GPU, and would measure"),
         ),
+        (
+            ["inspect", "--only", "nothing"],
+            2,
+            "--only: selects nothing on sm_80 sm_86 sm_89 sm_90a sm_100a sm_120a: 'nothing'; there",
+        ),
+        (["inspect", "--only", "rotary", "x9"], 2, "'x9'; there are dropout_residual_layer_norm, expert_linear, "),
+        (["inspect", "--only", "fp8_linear", "--arch", "sm_80"], 2, "selects nothing on sm_80: 'fp8_linear'; there are "),
         (["show", "nowhere.py:f", "--shapes", "3x64"], 2, "nowhere.py:f: there is no file nowhere.py"),
         (["show", "nowhere:f", "--shapes", "3x64"], 2, "nowhere:f: No module named 'nowhere'"),
     ],

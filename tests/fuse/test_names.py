@@ -1,4 +1,10 @@
-"""Arguments may be called as what a kernel has of its own."""
+"""Functions, arguments, results and variables may be called as what a kernel has of its own."""
+
+import importlib
+import keyword
+import pkgutil
+import re
+import symtable
 
 import numpy as np
 import pytest
@@ -6,56 +12,272 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse import module
+from fuse import inspect, lines, module, names, templates, writing
 from fuse.candidates import candidates, chosen
 from fuse.cost import H200
+from fuse.templates import attention
+from fuse.trace import Shape
 
-NAMES = "acc at band cols columns cuda first load rows run smem steps tiles u width y".split()
-FUNCTIONS = {  # of x, of others, and of one that a kernel reads into a variable of its name
-    "a map": ("fuse.silu({0}) * fuse.mean({1} * {0}) + {2}", [(5, 64), (5, 64), (64,)]),
-    "a wide map": ("{0} * fuse.rsqrt(fuse.mean({0} * {0}) + 1e-3) * {2} + {1}", [(2, 2048), (2, 2048), (2048,)]),
-    "few rows": ("fuse.silu(({0} * {1}) @ {2}) * {3}", [(5, 72), (72,), (72, 40), (5, 40)]),
-    "many rows": ("fuse.silu({0} @ {1}) * ({0} @ {2}) * {3}", [(70, 72), (72, 40), (72, 40), (40,)]),
-    "a narrow product": ("{0} @ {1} + ({0} @ {2}) @ {3}", [(5, 72), (72, 40), (72, 16), (16, 40)]),
-    "halves": ("fuse.concatenate([fuse.halves({0})[0] * {1}, fuse.halves({0})[1]])", [(5, 64), (5, 32)]),
-}
+# ---- two modules are one but for names -------------------------------------------------------------------------------
+TOKEN = re.compile(r"""(?P<quoted>"[^"\n]*")|(?P<name>(?<![\w.])[^\W\d]\w*(?P<keyword>=(?!=))?)|\w+|\S""")
 
 
-@pytest.mark.parametrize("card", [H200, A100], ids=["H200", "A100"])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_arguments_of_all_names(function, card, monkeypatch):
-    """The last argument and the first."""
-    monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
-    monkeypatch.setenv("TILES_CHECK", "0")
-    text, shapes = FUNCTIONS[function]
-    arrays = [normal(*s) for s in shapes]
-    for n, name in enumerate(NAMES):
-        words = ["x", "w", "a", "b"][: len(shapes)]
-        words[-1 if n % 2 else 0] = name
-        kernel = fuse.kernel(eval(f"lambda {', '.join(words)}: {text.format(*words)}", {"fuse": fuse}))
-        compare(kernel, arrays, kernel.run(*arrays))
+def tokens(text):
+    """(what it is, the token, where its name comes from) of a module, without comments, docstrings and imports. A name comes
+    from a function that has it for itself, or from outside of all functions."""
+    table = symtable.symtable(text, "module", "exec")
+    own = {one.get_name(): {*one.get_locals()} for one in table.get_children()}
+    place = ""
+    for line in re.sub(r'"""[\s\S]*?"""|  # .*|^# .*', "", text, flags=re.MULTILINE).splitlines():
+        if line[:1] not in ("", " ", ")"):
+            place = line[4 : line.index("(")] if line.startswith("def ") else ""
+        for found in () if line.startswith(("from ", "import ")) else TOKEN.finditer(line):
+            word = found[0].rstrip("=") if found["name"] else found[0]
+            kind = "keyword" if found["keyword"] else "name" if found["name"] and not keyword.iskeyword(word) else "else"
+            defined = line.startswith("def ") and found.start() == 4
+            yield kind, word, place if kind == "name" and word in own.get(place, ()) and not defined else ""
 
 
+def imported(text):
+    """The names that a module imports."""
+    return re.findall(r"^from \S+ import (.*)$", text, re.MULTILINE)
+
+
+def differ(text, other):
+    """What two modules have at one place that are the same but for names, where it is not the same thing by another name."""
+    there, back = {}, {}
+    for (kind, one, place), (its_kind, two, its_place) in zip(tokens(text), tokens(other), strict=True):
+        if kind != its_kind or bool(place) != bool(its_place) or (kind == "else" and one != two):
+            return one, two
+        if kind == "name":
+            place = place and (place, its_place)
+            if there.setdefault((place, one), two) != two or back.setdefault((place, two), one) != one:
+                return one, two
+    return None if imported(text) == imported(other) else (imported(text), imported(other))
+
+
+def test_what_differs():
+    """What is told apart by it: names alone, one that hides a global, two that become one, another operation."""
+    text = "from ops import exp\n\n\ndef f(x, y):\n    a = exp(x)\n    return a + y\n"
+    assert differ(text, text.replace("x)", "u)").replace("(x", "(u")) is None
+    assert differ(text, "from ops import exp\n\n\ndef f(x, exp):\n    a = exp(x)\n    return a + exp\n")
+    assert differ(text, text.replace("+ y", "+ x")) == ("y", "x")
+    assert differ(text, text.replace("def f", "def a")) is None  # it does not call itself
+    assert differ(text, text.replace("+", "-")) == ("+", "-")
+
+
+# ---- modules of all templates ----------------------------------------------------------------------------------------
+SHIPPED = [  # operators in which templates occur
+    ("sm_90a", "rms_norm_linear", 64),
+    ("sm_90a", "lora_linear", 4096),
+    ("sm_90a", "expert_mlp", 1),
+    ("sm_90a", "linear_cross_entropy", 4096),
+    ("sm_90a", "lora_linear_by_index", 64),
+    ("sm_90a", "qk_norm_rotary_attention", 64),
+    ("sm_90a", "dropout_residual_layer_norm", 64),
+    ("sm_90a", "residual_layer_norm gradient", 4096),
+    ("sm_80", "lora_linear", 64),
+    ("sm_80", "linear_cross_entropy", 4096),
+]
+
+
+@fuse.kernel
+def short(x, y, g):
+    doubled = x + y
+    return {"first": fuse.silu(doubled) * fuse.mean(doubled * x) + g, "second": doubled}
+
+
+@fuse.kernel
+def normed(x, y, g):
+    added = x + y * 2.0
+    return added * fuse.rsqrt(fuse.mean(added * added) + 1e-3) * g
+
+
+@fuse.kernel
+def flat(x, y):
+    rectified = fuse.relu(x)
+    return rectified * rectified + y
+
+
+@fuse.kernel
+def deep(x, g, y):
+    return fuse.concatenate([a * b for a, b in zip(fuse.halves(fuse.softmax(x * g)), fuse.halves(y))])
+
+
+@fuse.kernel
+def attend(q, k, v):
+    scale = q.shape[-1] ** -0.5
+    return fuse.attention(q, k, v, scale)
+
+
+WRITTEN = [
+    (short, [(5, 64), (5, 64), (64,)]),
+    (normed, [(2, 136), (2, 136), (136,)]),
+    (normed, [(2, 672), (2, 672), (672,)]),
+    (normed, [(2, 1024), (2, 1024), (1024,)]),
+    (normed, [(2, 17440), (2, 17440), (17440,)]),
+    (flat, [(2, 1024), (2, 1024)]),
+    (deep, [(2, 3, 19, 48), (48,), (19, 48)]),
+    (attend, [(2, 8, 64), (2, 1024, 64), (2, 1024, 64)]),
+]
+
+
+def cases():
+    """(what it is, its name, the definition as terms, the card) of each."""
+    for arch, said, rows in SHIPPED:
+        name, _, gradient = said.partition(" ")
+        case = inspect.Case(name, rows, gradient=bool(gradient))
+        yield f"{said} of {rows}, {arch}", case.operator.name, case.operator._trace(inspect.shapes(case)), arch
+    for kernel, shapes in WRITTEN:
+        said = f"{kernel.name} of {', '.join(map(str, shapes))}"
+        yield said, kernel.name, kernel._trace(tuple(Shape(s, "bfloat16") for s in shapes)), "sm_90a"
+
+
+CARDS = {"sm_90a": H200, "sm_80": A100}
+LISTED = """relu sigmoid tanh exp rsqrt sqrt abs maximum row_sum transpose rt fp32 bf16 int32 grid cluster total shared ring
+    warpgroup TILE launch tiles cuda zeros gelu self X W x run given blocks range min math hidden ops load""".split()
+
+
+@pytest.fixture(scope="module")
+def every():
+    """{what it is: (its name, its terms, its best candidate)}"""
+    return {case: (name, found, candidates(found, CARDS[arch])[0]) for case, name, found, arch in cases()}
+
+
+def test_all_templates_are_among_them(every):
+    known = set()
+    for _, _, one in every.values():
+        for kernel in one.way.kernels:
+            known |= {type(kernel).__name__, getattr(kernel, "form", type(kernel)).__name__}
+    files = [importlib.import_module(f"fuse.templates.{one.name}") for one in pkgutil.iter_modules(templates.__path__)]
+    all_of = {
+        name for one in files for name, its in vars(one).items() if its.__class__ is type and its.__module__ == one.__name__
+    }
+    writes = {
+        name for one in files for name, its in vars(one).items() if getattr(its, "text", None) or getattr(its, "write", None)
+    }
+    assert known >= (all_of & writes) - {"Product", "Writing"}, (all_of & writes) - known
+
+
+def test_all_names_in_all_places(every, monkeypatch):
+    """Each name that a module has of its own, and each of LISTED, as the function's, each argument's, each result's and each
+    variable's: the module is the one that it is with names that nothing else has, but for these names."""
+    for place in (module, lines, attention):  # where a line ends is another matter
+        monkeypatch.setattr(place, "WIDTH", 10**6)
+    monkeypatch.setattr(writing, "LONG", 10**6)
+    first = every[next(iter(every))][1]
+    for case, (_, found, candidate) in every.items():
+        places = [len(found.inputs), len(found.outs), 1, len(found.spoken)]
+
+        def text(words):
+            given = iter(words)
+            inputs = tuple([(next(given), x) for _, x in found.inputs])
+            outs, name = tuple([next(given) for _ in found.outs]), next(given)
+            spoken = tuple([(next(given), x) for _, x in found.spoken])
+            return chosen.__wrapped__(name, found._replace(inputs=inputs, outs=outs, spoken=spoken), candidate).text
+
+        free = text([f"neutral{n}n" for n in range(sum(places))])
+        assert differ(free, free) is None
+        words = {word for word in re.findall(r"(?<![\w.])[A-Za-z_]\w*", free) if "eutral" not in word}
+        words = sorted(word for word in words.union(LISTED if found is first else ()) if not keyword.iskeyword(word))
+        for n in range(len(words)):
+            given = [words[(n + m) % len(words)] for m in range(sum(places))]
+            assert not differ(free, text(given)), f"{case}: {given}:\n{free}\n{text(given)}"
+
+
+# ---- which names change, and to what ---------------------------------------------------------------------------------
 def test_a_name_that_is_free_is_kept():
     kernel = fuse.kernel(lambda x, w, y, hidden: fuse.silu(x @ w) * y + hidden)
     text = kernel.source(*(np.zeros(s, normal(1).dtype) for s in ((70, 72), (72, 40), (70, 40), (70, 40))))
     assert "def launch(x, w, y_2, hidden, z):" in text
 
 
-def test_what_is_free():
-    """A local variable, a global, a keyword, and what is made of a name: the kernel's parameter gAcc, a type ACC."""
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (["x", "u"], ["x", "u"]),
+        (["me", "u"], ["me_2", "u"]),  # a variable of a function in which it is used
+        (["load", "u"], ["load_2", "u"]),  # what a function calls, from elsewhere
+        (["range", "u"], ["range_2", "u"]),
+        (["ring", "u"], ["ring_2", "u"]),  # RING, of which a type would have the name
+        (["RING", "u"], ["RING_2_array", "u"]),
+        (["X", "u"], ["X_array", "u"]),  # its type's name is its own in capitals
+        (["u", "u"], ["u", "u_2"]),  # of two the first one stays
+        (["x", "part"], ["x", "part_2"]),  # last_part is there
+        (["x", "side"], ["x", "side_2"]),  # a keyword beside those of arguments
+        (["other", "f"], ["other", "f"]),  # another function's
+    ],
+)
+def test_what_changes(given, found):
     text = """
-from ops import load
-RING = ring(ARGUMENT0A)
-def f(gArgument0a, last_argument1a, me): load(me)
-def g(argument1a): pass
+from ops import load, shared
+RING, {X} = ring({x}), 3
+smem = shared({x}=1, side=2, {y}=3)
+def f(g{X}, last_{y}, last_part): me = [load(me, RING) for i in range({x})]
+def g({y}, other): return last_{y}
 """
-    marks = ["argument0a", "argument1a"]
-    taken = {"x": "x", "ring": "ring_2", "me": "me", "load": "load"}
-    assert [module.free([name, "w"], marks, text)[0] for name in taken] == [*taken.values()]
-    assert module.free(["x", "me"], marks, "def f(me, argument1a): pass") == ["x", "me_2"]
-    assert module.free(["x", "part"], marks, "def f(last_argument1a, last_part): pass") == ["x", "part_2"]
-    assert module.free(["u", "w"], marks, "s = shared(argument0a=1, u=2)") == ["u_2", "w"]
+    marks = names.marks(given)
+    capitals = marks[0][0].upper() + marks[0][1:]
+    marked = text.replace("g{X}", f"g{capitals}").format(x=marks[0], X=marks[0].upper(), y=marks[1])
+    put = names.settle_names(given, marks, marked)
+    assert put.names == found
+    assert [put(mark) for mark in marks] == found and put(f"g{capitals}") == names.array(found[0])
+
+
+def test_keys_that_are_no_names():
+    """Of a dictionary of results: identifiers, each another than what there is."""
+    keys = ["import", "a b", "a_b", 1, "", None, (1, 2), "x", "\N{MATHEMATICAL BOLD SMALL X}", "größe", "2 ü"]
+    made = names.identifiers(keys, ["x"])
+    assert made == ("import_2", "a_b", "a_b_2", "out_1", "out_", "None_2", "_1__2_", "x_2", "x_3", "größe", "out_2_ü")
+    x, w = normal(5, 64), normal(64, 32)
+    kernel = fuse.kernel(lambda x, w: {key: fuse.relu(x @ w) * float(n + 1) for n, key in enumerate(keys[:4])})
+    found = kernel.run(x, w)
+    compare(kernel, [x, w], found)
+    assert f"def launch(x, w, {', '.join(made[:4])}" in kernel.source(x, w)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_functions_of_all_names_run(name):
+    """With arguments and variables whose names would hide what it calls."""
+    text = f"def {name}(W, tanh):\n    sigmoid = fuse.tanh(W * tanh)\n    return fuse.gelu(sigmoid) + sigmoid * W\n"
+    exec(text, scope := {"fuse": fuse})
+    kernel, arrays = fuse.kernel(scope[name]), (normal(5, 64), normal(64))
+    compare(kernel, arrays, kernel.run(*arrays))
+    printed = {}
+    exec(kernel.source(*arrays), printed)
+    printed["launch"](*arrays, y := np.zeros((5, 64), arrays[0].dtype))
+    assert (y == kernel.run(*arrays)).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["problem", "self", "out", "stream", "layout", "X", "_", "größe", "run", "given", "blocks", "tiles"]
+)
+def test_arguments_of_all_names_run(name):
+    """An array and a number, first and last."""
+    x, w = normal(70, 72), normal(72, 40)
+    for text, arrays in (
+        (f"{name}, v: fuse.silu(({name} * 2.0) @ v) * 0.5", (x, w)),
+        (f"u, v, {name}: (u @ v) * {name}", (x, w, 0.5)),
+    ):
+        kernel = fuse.kernel(eval(f"lambda {text}", {"fuse": fuse}))
+        compare(kernel, arrays, kernel.run(*arrays))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LISTED)
+def test_functions_of_all_names_on_the_card(name):
+    """As torch's ops, too, which have the function's name."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    exec(
+        f"def {name}(W, tanh):\n    sigmoid = fuse.tanh(W * tanh)\n    return fuse.gelu(sigmoid) * W\n", scope := {"fuse": fuse}
+    )
+    kernel, arrays = fuse.kernel(scope[name]), (normal(5, 64), normal(64))
+    there = [*map(to_torch, arrays)]
+    compare(kernel, arrays, to_numpy(kernel(*there)))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(kernel, backend="eager")(*there), kernel(*there))
 
 
 IN_TWO_WAYS = {  # functions of x and w, of which one is read in two ways

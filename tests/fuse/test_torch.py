@@ -39,6 +39,17 @@ def test_compiled():
     assert torch.equal(step(x, g, turned), operators.rms_norm_linear(x * 2, g, turned) + 1)
 
 
+def test_compiled_with_names_that_are_not_ascii():
+    """Torch's signatures know ASCII alone."""
+    x, w = tensors((5, 64), (64, 32))
+
+    @fuse.kernel
+    def größe(x, Δ, δ):
+        return fuse.gelu(x @ Δ) * δ
+
+    close(torch.compile(größe, backend="eager", fullgraph=True)(x, w, 0.5), größe._by_parts(x, w, 0.5))
+
+
 def test_other_dtypes_compiled():
     """fp8 in and out, scales of float32, a seed that lies in memory."""
     x, r, g = tensors((5, 48), (5, 48), (48,))
@@ -215,9 +226,9 @@ def test_what_says_how_it_is_computed_takes_what_requires_grad():
     """As a model's weights do: nothing is computed that could be differentiated."""
     given = [x.requires_grad_() for x in tensors((3, 40), (40,), (40, 24))]
     plain = [x.detach() for x in given]
-    for name in "explain", "source", "proof":
+    for name, how in ("explain", {}), ("source", {}), ("proof", {"seed": 1}):
         says = getattr(operators.rms_norm_linear, name)
-        assert str(says(*given)) == str(says(*plain))
+        assert str(says(*given, **how)) == str(says(*plain, **how))
 
 
 def test_what_has_no_kernel():

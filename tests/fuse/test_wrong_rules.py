@@ -303,7 +303,7 @@ def test_the_proof_of_a_kernel_by_a_wrong_rule_does_not_hold(name, monkeypatch):
     """The kernel runs, and is right at the numbers that a run takes; the proof says what is wrong."""
     monkeypatch.setattr(rules, "RULES", (Rule(name, "", KERNELS[name][2]),))
     function, arrays, _ = KERNELS[name]
-    found = fuse.kernel(function)._found(arrays)[0]
+    found = fuse.kernel(function)._served(arrays)[0]
     candidates.candidates.cache_clear()
     wrong = [one for one in candidates.candidates(found, card(None)) if one.rules]
     candidates.candidates.cache_clear()
