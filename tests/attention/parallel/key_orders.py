@@ -1,0 +1,270 @@
+"""In which blocks, and in which order, launches take the keys of each query: of a call on one GPU, and of the same call on ranks.
+
+Only planners run, for a GPU that need not be there: tensors lie on torch's device "meta", which has shapes and no memory, and
+launches are noted. What decides the bits of a result is the family, the keys of a block, and the order in which a query comes
+to the blocks that it sees; blocks of which it sees nothing change no bit."""
+
+import contextlib
+import sys
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import attention
+from attention.parallel import gather, gather_in_order, pieces, plans, ulysses, whole
+from attention.parallel.moves import Moving
+from attention.parallel.orders import Span, order_of
+from attention.parallel.peers import Peers, Pending
+from attention.softmax import sequences
+from attention.softmax.base_config import BaseConfig
+from attention.softmax.variants import At
+from tiles import device as devices
+from tiles.arrays import Array, Form
+from tiles.program import Program
+
+launching = sys.modules["tiles.launch"]
+GPUS = {  # what planners ask of a GPU
+    "H200": dict(capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"),
+    "A100": dict(capability=(8, 0), processors=108, cache_bytes=40 * 2**20, shared_bytes=163 * 1024, arch="sm_80"),
+    "RTX 4090": dict(capability=(8, 9), processors=128, cache_bytes=72 * 2**20, shared_bytes=99 * 1024, arch="sm_89"),
+}
+
+
+class Launch(NamedTuple):
+    """A launch that was planned: its configuration, the arrays of the call by name, and what the kernel is told."""
+
+    config: object
+    arrays: dict
+    told: dict
+
+
+class Silent(Peers):
+    """A rank whose messages go nowhere."""
+
+    def exchange(self, sends, receives):
+        return Pending(())
+
+
+def form_of(x):
+    """The Form of a tensor, also of one without memory, which lies at an address that TMA takes if its offset does."""
+    size = x.element_size()
+    strides = tuple([size * stride for stride in x.stride()])
+    past = size * x.storage_offset() % 16 if x.is_meta else x.data_ptr() % 16
+    return Form(tuple(x.shape), strides, str(x.dtype).removeprefix("torch."), None, size, past)
+
+
+@contextlib.contextmanager
+def noted(monkeypatch, gpu):
+    """What is planned inside is noted in the list that this gives, for a GPU of this name."""
+    found = []
+    target = SimpleNamespace(**GPUS[gpu], ordinal=0)
+
+    def kernel_for(family, config, ordinal):
+        return SimpleNamespace(bind=lambda grid, **told: SimpleNamespace(config=config, told=told))
+
+    def call(self, stream, arrays, options, layout="bshd"):
+        given = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
+        problem, plan, results = self.steps(given, None, options, layout)
+        every = dict(zip(self.names, arrays))
+        found.extend([Launch(step.config, every, step.told) for step in plan.steps if hasattr(step, "config")])
+        made = [every[name] if every.get(name) is not None else _made(*problem.made(name)) for name in results]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "INTERPRETER", target)
+        patched.setattr(Program, "__call__", call)
+        for module in [m for name, m in sys.modules.items() if name.startswith("attention.")]:
+            if getattr(module, "kernel_for", None) is launching.kernel_for:
+                patched.setattr(module, "kernel_for", kernel_for)
+        for module in plans, whole:
+            patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
+        patched.setattr(pieces, "lengths_of", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
+        with torch.no_grad():
+            yield found
+
+
+def _made(shape, dtype):
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+class Places:
+    """Which rows of the whole each array's rows are: known of arrays that are noted, and of all their views."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def note(self, x, spans):
+        """x has the rows of these spans, one behind the other."""
+        self.rows[x.untyped_storage()._cdata] = np.concatenate([np.arange(0), *[np.arange(*span) for span in spans]]), x
+        return x
+
+    def of(self, x):
+        """The rows of a view of an array that was noted."""
+        rows, every = self.rows[x.untyped_storage()._cdata]
+        first = x.storage_offset() // every.stride(1) if every.stride(1) else 0
+        return rows[first : first + x.shape[1]]
+
+
+def drawn(spans, keys, problem):
+    """q, k and v with the rows of these spans, without memory."""
+    heads, kv_heads, dims, dtype = problem.heads, problem.kv_heads, problem.dims, problem.dtype
+    shapes = (spans, heads, dims[0]), (keys, kv_heads, dims[0]), (keys, kv_heads, dims[1])
+    made = [torch.empty((problem.batch, sum(map(len, of)), h, d), dtype=dtype, device="meta") for of, h, d in shapes]
+    return made, (spans, keys, keys)
+
+
+class Problem(NamedTuple):
+    """A call on a whole sequence. options: those of attention.forward; a bias is the whole. seen: (queries, keys), which keys a
+    mask in Python lets a query see; None if there is none."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    dims: tuple
+    options: dict
+    keys: int = 0
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    seen: object = None
+
+    @property
+    def length_k(self):
+        return self.keys or self.length
+
+
+def on_one(monkeypatch, gpu, problem):
+    """[(Launch, rows of the queries, rows of the keys)] of the call on one GPU."""
+    with noted(monkeypatch, gpu) as found:
+        every = (Span(0, problem.length),), (Span(0, problem.length_k),)
+        arrays, _ = drawn(*every, problem)
+        attention.forward(*arrays, **problem.options, return_lse=True)
+    rows = np.arange(problem.length), np.arange(problem.length_k)
+    return [(one, *rows) for one in found if isinstance(one.config, BaseConfig)]
+
+
+def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag"):
+    """The same of each rank."""
+    order = order_of(order)
+    queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
+    found = []
+    for rank in range(world):
+        peers, places = Silent(None, rank, world, tuple(range(world))), Places()
+        with noted(monkeypatch, gpu) as its:
+            arrays, spans = drawn(queries[rank], keys[rank], problem)
+            for x, of in zip(arrays, spans):
+                places.note(x, of)
+            told = dict(problem.options)
+            if "bias" in told and told["bias"].shape[2] > 1:
+                rows = sum(map(len, queries[rank]))
+                told["bias"] = _made((*told["bias"].shape[:2], rows, told["bias"].shape[3]), form_of(told["bias"]).dtype)
+            with _moved(monkeypatch, places):
+                asked = scheme, order, problem.length, problem.length_k, None
+                _, plan = plans.planned((peers,), asked, *arrays, told)
+                its.clear()
+                plan.scheme.attend(*arrays, plan.call(*arrays, told))
+        for one in its:
+            if isinstance(one.config, BaseConfig):
+                own = "own_k" in one.arrays
+                k = np.arange(problem.length_k) if own else places.of(one.arrays["k"])
+                found.append((one, places.of(one.arrays["q"]), k))
+    return found
+
+
+@contextlib.contextmanager
+def _moved(monkeypatch, places):
+    """Arrays that would be on their way are made, and where their rows belong is noted."""
+    real = {module: module.way for module in (gather, gather_in_order, ulysses)}
+    wanted = {}
+
+    def way(of):
+        def found(rank, sources, targets):
+            its = of(rank, sources, targets)
+            wanted[id(its)] = targets[rank]
+            return its
+
+        return found
+
+    def move(peers, *routes):
+        made = [x if its.nothing else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
+        for x, (_, its) in zip(made, routes):
+            places.note(x, wanted[id(its)].spans)
+        return Moving(made, Pending(()), [])
+
+    with monkeypatch.context() as patched:
+        for module, of in real.items():
+            patched.setattr(module, "way", way(of))
+            patched.setattr(module, "move", move)
+        yield
+
+
+def key_orders(one, rows, keys, problem):
+    """{query: (the first keys of blocks that it sees, in the order in which they are taken)} of a launch, of one head."""
+    config, told = one.config, one.told
+    found = {}
+    for query, queries, key, n in _sequences(config, told, one.arrays):
+        given = SimpleNamespace(**{name: x for name, x in told.items() if isinstance(x, (int, float))})
+        for tile in range(0, queries, config.rows):
+            mine = rows[query + tile : query + min(queries, tile + config.rows)]
+            at = At(0, 0, tile, n - queries, queries, n, given, (), 0)
+            if config.by_list:
+                blocks = _listed(config, mine, keys[key : key + n], at, problem)
+            else:
+                its = config.tiling.key_blocks(tile, at)
+                blocks = [int(config.tiling.key(its, i, at)) for i in range(int(its.n))]
+            starts = np.array([at for at in blocks if at < n], int)
+            if not len(starts):
+                continue
+            first, last = keys[key + starts], keys[key + np.minimum(n, starts + config.kv) - 1]
+            low, high = visible(problem, mine)
+            for row, a, b in zip(mine, low, high):
+                seen = (first < b) & (last >= a)
+                if problem.seen is not None:
+                    seen &= [problem.seen[row, x : y + 1].any() for x, y in zip(first, last)]
+                found[int(row)] = tuple(np.maximum(first, 0)[seen].tolist())
+    return found
+
+
+def _listed(config, rows, keys, at, problem):
+    """The key blocks that lists of a tile name, in their order: partly seen ones first, both from the last on."""
+    low, high = visible(problem, rows)
+    j = keys[None]
+    seen = problem.seen[np.ix_(rows, keys)] & (j >= low[:, None]) & (j < high[:, None])
+    some, every = [], []
+    for start in range(0, len(keys), config.kv)[::-1]:
+        part = seen[:, start : start + config.kv]
+        full = part.all() and part.shape == (config.rows, config.kv)
+        if part.any():
+            (every if full else some).append(start)
+    return some + every
+
+
+def visible(problem, rows):
+    """From which key on, and before which, each query sees keys, by causal, window and the ends of sequences."""
+    options, shift = problem.options, problem.length_k - problem.length
+    left, right = options.get("window") or (None, None)
+    right = 0 if options.get("causal") else right
+    low, high = np.zeros(len(rows), int), np.full(len(rows), problem.length_k)
+    if "cu_seqlens" in options:
+        ends = options["cu_seqlens"].numpy()
+        number = np.searchsorted(ends, rows, "right") - 1
+        low, high = ends[number], ends[number + 1]
+    if right is not None:
+        high = np.minimum(high, rows + shift + right + 1)
+    if left is not None:
+        low = np.maximum(low, rows + shift - left)
+    return low, high
+
+
+def _sequences(config, told, arrays):
+    """[(first query, how many, first key, how many)] of each sequence of a launch, of one batch."""
+    if issubclass(config.lie, sequences.Packed):
+        ends = arrays["cu_seqlens"].tolist()
+        ends_k = ends if arrays.get("cu_seqlens_k") is None else arrays["cu_seqlens_k"].tolist()
+        return [(a, b - a, c, d - c) for a, b, c, d in zip(ends, ends[1:], ends_k, ends_k[1:])]
+    if config.lie is sequences.Parts:
+        return [(told["q_len"] * n, told["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())]
+    if config.lie is sequences.InUse:
+        return [(0, told["q_len"], 0, int(arrays["lengths_k"][0]))]
+    return [(0, told["q_len"], 0, told["kv_len"])]
