@@ -199,7 +199,11 @@ def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int,
     if config.unrounded or config.joins or widest not in SMALL:
         return config
     small = SMALL[widest]
-    if queries <= (SHORT if config.lie is Packed else warpgroup.ROWS) and pairs >= MANY * processors and kv in (None, small["kv"]):
+    if (
+        queries <= (SHORT if config.lie is Packed else warpgroup.ROWS)
+        and pairs >= MANY * processors
+        and kv in (None, small["kv"])
+    ):
         return replace(config, **small)
     if config.lie is not Batched:
         return config

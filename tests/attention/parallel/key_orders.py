@@ -14,10 +14,12 @@ import torch
 
 import attention
 from attention.parallel import gather, gather_in_order, pieces, plans, ulysses, whole
+from attention.parallel.gradients import Gradients
 from attention.parallel.moves import Moving
 from attention.parallel.orders import Span, order_of
 from attention.parallel.peers import Peers, Pending
 from attention.softmax import sequences
+from attention.softmax.backward.base_config import BackwardConfig
 from attention.softmax.base_config import BaseConfig
 from attention.softmax.variants import At
 from tiles import device as devices
@@ -25,6 +27,7 @@ from tiles.arrays import Array, Form
 from tiles.program import Program
 
 launching = sys.modules["tiles.launch"]
+EACH = 16  # every 16th query is looked at, for its neighbours see the same blocks
 GPUS = {  # what planners ask of a GPU
     "H200": dict(capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"),
     "A100": dict(capability=(8, 0), processors=108, cache_bytes=40 * 2**20, shared_bytes=163 * 1024, arch="sm_80"),
@@ -57,7 +60,8 @@ def form_of(x):
 
 @contextlib.contextmanager
 def noted(monkeypatch, gpu):
-    """What is planned inside is noted in the list that this gives, for a GPU of this name."""
+    """What is planned inside is noted in the list that this gives, for a GPU of this name. What comes back from calls is on no
+    device, either."""
     found = []
     target = SimpleNamespace(**GPUS[gpu], ordinal=0)
 
@@ -134,41 +138,68 @@ class Problem(NamedTuple):
         return self.keys or self.length
 
 
-def on_one(monkeypatch, gpu, problem):
-    """[(Launch, rows of the queries, rows of the keys)] of the call on one GPU."""
+class Noted(NamedTuple):
+    """A launch; the rows of the whole that its queries and its keys are; and whether its keys are a rank's own share."""
+
+    launch: Launch
+    rows: np.ndarray
+    keys: np.ndarray
+    of_own_keys: bool = False
+
+
+def of_forward(monkeypatch, gpu, problem):
+    """Every launch of attention as Noted, of the call on one GPU."""
     with noted(monkeypatch, gpu) as found:
-        every = (Span(0, problem.length),), (Span(0, problem.length_k),)
-        arrays, _ = drawn(*every, problem)
+        arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
         attention.forward(*arrays, **problem.options, return_lse=True)
     rows = np.arange(problem.length), np.arange(problem.length_k)
-    return [(one, *rows) for one in found if isinstance(one.config, BaseConfig)]
+    return [Noted(one, *rows) for one in found if isinstance(one.config, BaseConfig)]
 
 
-def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag"):
-    """The same of each rank."""
+def of_backward(monkeypatch, gpu, problem):
+    """The same of its gradients, in order."""
+    with noted(monkeypatch, gpu) as found:
+        arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
+        out, lse = results(*arrays)
+        attention.backward(out, *arrays, out, lse, **problem.options, deterministic=True)
+    rows = np.arange(problem.length), np.arange(problem.length_k)
+    return [Noted(one, *rows) for one in found if isinstance(one.config, BackwardConfig)]
+
+
+def results(q, k, v):
+    """Where out and lse of these would be."""
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", back=False):
+    """The same of each rank; back: of gradients in order."""
     order = order_of(order)
     queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
     found = []
     for rank in range(world):
         peers, places = Silent(None, rank, world, tuple(range(world))), Places()
-        with noted(monkeypatch, gpu) as its:
+        with noted(monkeypatch, gpu) as its, _moved(monkeypatch, places):
             arrays, spans = drawn(queries[rank], keys[rank], problem)
             for x, of in zip(arrays, spans):
                 places.note(x, of)
-            told = dict(problem.options)
+            told = problem.options | ({"deterministic": True} if back else {})
             if "bias" in told and told["bias"].shape[2] > 1:
-                rows = sum(map(len, queries[rank]))
-                told["bias"] = _made((*told["bias"].shape[:2], rows, told["bias"].shape[3]), form_of(told["bias"]).dtype)
-            with _moved(monkeypatch, places):
-                asked = scheme, order, problem.length, problem.length_k, None
-                _, plan = plans.planned((peers,), asked, *arrays, told)
-                its.clear()
-                plan.scheme.attend(*arrays, plan.call(*arrays, told))
+                bias = told["bias"]
+                told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
+            _, plan = plans.planned((peers,), (scheme, order, problem.length, problem.length_k, None), *arrays, told)
+            call = plan.call(*arrays, told)
+            its.clear()
+            if back:
+                out, lse = results(*arrays)
+                into = Gradients.begin(*arrays, call, ("q", "k", "v"))
+                plan.scheme.differentiate(out, *arrays, out, lse, call, into)
+            else:
+                plan.scheme.attend(*arrays, call)
         for one in its:
-            if isinstance(one.config, BaseConfig):
-                own = "own_k" in one.arrays
-                k = np.arange(problem.length_k) if own else places.of(one.arrays["k"])
-                found.append((one, places.of(one.arrays["q"]), k))
+            if isinstance(one.config, BackwardConfig if back else BaseConfig):
+                k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
+                own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
+                found.append(Noted(one, places.of(one.arrays["q"]), k, own))
     return found
 
 
@@ -199,34 +230,32 @@ def _moved(monkeypatch, places):
         yield
 
 
-def key_orders(one, rows, keys, problem):
-    """{query: (the first keys of blocks that it sees, in the order in which they are taken)} of a launch, of one head."""
-    config, told = one.config, one.told
-    found = {}
-    for query, queries, key, n in _sequences(config, told, one.arrays):
-        given = SimpleNamespace(**{name: x for name, x in told.items() if isinstance(x, (int, float))})
+def key_orders(noted, problem, each=EACH):
+    """{query: (the first keys of blocks that it sees, in the order in which they are taken)} of every `each`-th query of a
+    launch, of one head."""
+    (config, arrays, told), rows, keys, _ = noted
+    given, found = SimpleNamespace(**{name: x for name, x in told.items() if isinstance(x, (int, float))}), {}
+    for query, queries, key, n in _sequences(config, told, arrays):
         for tile in range(0, queries, config.rows):
             mine = rows[query + tile : query + min(queries, tile + config.rows)]
             at = At(0, 0, tile, n - queries, queries, n, given, (), 0)
             if config.by_list:
-                blocks = _listed(config, mine, keys[key : key + n], at, problem)
+                blocks = _listed(config, mine, keys[key : key + n], problem)
             else:
                 its = config.tiling.key_blocks(tile, at)
                 blocks = [int(config.tiling.key(its, i, at)) for i in range(int(its.n))]
             starts = np.array([at for at in blocks if at < n], int)
-            if not len(starts):
-                continue
             first, last = keys[key + starts], keys[key + np.minimum(n, starts + config.kv) - 1]
-            low, high = visible(problem, mine)
-            for row, a, b in zip(mine, low, high):
-                seen = (first < b) & (last >= a)
+            mine = mine[mine % each == 0]
+            for row, low, high in zip(mine, *visible(problem, mine)):
+                sees = (first < high) & (last >= low)
                 if problem.seen is not None:
-                    seen &= [problem.seen[row, x : y + 1].any() for x, y in zip(first, last)]
-                found[int(row)] = tuple(np.maximum(first, 0)[seen].tolist())
+                    sees &= [problem.seen[row, a : b + 1].any() for a, b in zip(first, last)]
+                found[int(row)] = tuple(first[sees].tolist())
     return found
 
 
-def _listed(config, rows, keys, at, problem):
+def _listed(config, rows, keys, problem):
     """The key blocks that lists of a tile name, in their order: partly seen ones first, both from the last on."""
     low, high = visible(problem, rows)
     j = keys[None]
@@ -234,9 +263,8 @@ def _listed(config, rows, keys, at, problem):
     some, every = [], []
     for start in range(0, len(keys), config.kv)[::-1]:
         part = seen[:, start : start + config.kv]
-        full = part.all() and part.shape == (config.rows, config.kv)
         if part.any():
-            (every if full else some).append(start)
+            (every if part.all() and part.shape == (config.rows, config.kv) else some).append(start)
     return some + every
 
 
