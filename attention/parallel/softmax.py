@@ -56,8 +56,8 @@ def forward(
 
     | | what travels | |
     |---|---|---|
-    | "gather" | keys and values, as far as queries see them | the bits of one GPU |
-    | "ulysses" | tokens for heads, there and back; ranks divide the heads | whatever forward takes |
+    | "gather" | keys and values, as far as queries see them | the bits of one GPU, with the exceptions in docs/parallel.md |
+    | "ulysses" | tokens for heads, there and back; ranks divide the heads | the bits of one GPU; whatever forward takes |
     | "ring" | keys and values, a rank's share at a time; partial results are merged in float32 | least memory |
     | (outer, inner) | for a group of two dimensions: "gather" or "ring", and "ulysses"; or "ring" and "gather" | |
 

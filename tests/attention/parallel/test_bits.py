@@ -118,7 +118,7 @@ def drawn_problem(draw):
         options |= dict(q_norm=array(dim, dtype=torch.bfloat16), k_norm=array(dim, dtype=torch.bfloat16))
     else:
         options |= {"softcap": dict(softcap=20.0), "sink": dict(sink=array(heads)), "score": dict(score=bent)}[kind]
-    whole = kind in ("mask", "ahead") or "window" in options
+    whole = kind == "mask" or (options.get("window") or (None,))[0] is not None
     order, world = draw.choice(["zigzag", "contiguous"]), draw.randint(2, 8)
     if whole:
         world = max(2, min(world, length // 768))
