@@ -11,7 +11,6 @@ from tiles.arrays import Number, Operand
 from tiles.program import Plan, Step, program
 from tiles.schema import Problem, Schema
 
-from ..families import PartOf
 from . import shared_out
 from .algebra import score_of
 from .assembled import Assembled, assembled
@@ -21,8 +20,8 @@ from .fp8 import OF_FP8, check_output, of_fp8_cache
 from .gradient import ONCE, gradient
 from .index_checks import Asking, indexed
 from .launches import chosen, planned
-from .prepared_lists import Listing
 from .planning import as_window, bias_of, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
+from .prepared_lists import Listing
 from .variants import Variant
 
 FORWARD = Schema(

@@ -180,7 +180,9 @@ def of_blocks(config: Config, kv: int) -> Config:
         return config
     padded = max(config.head_dim, config.value_dim)
     own, by_length = _shape(padded, config.variant), _by_length(padded, config.variant)
-    shapes = [*[own | entry for entry in by_length.values()], own, *[of[padded] for of in TABLES if padded in of]]
+    shapes = [own, *[of[padded] for of in TABLES if padded in of]]
+    if not config.axes:  # arrays of aux take registers, which long and short sequences' tiles do not have
+        shapes = [*[own | entry for entry in by_length.values()], *shapes]
     shape = next((one for one in shapes if one["kv"] == kv), None)
     if shape is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")

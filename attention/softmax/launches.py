@@ -157,7 +157,7 @@ def planned(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
-    (lie, where), by_list = sequences_of(problem), listed_keys(problem, listing)
+    where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:

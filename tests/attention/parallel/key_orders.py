@@ -1,16 +1,16 @@
-"""In which blocks, and in which order, launches take the keys of each query: of a call on one GPU, and of the same call on ranks.
+"""In which blocks, and in which order, launches take the keys of each query: on one GPU, and on ranks.
 
-Only planners run, for a GPU that need not be there: tensors lie on torch's device "meta", which has shapes and no memory, and
-launches are noted. What decides the bits of a result is the family, the keys of a block, and the order in which a query comes
-to the blocks that it sees; blocks of which it sees nothing change no bit."""
+Only planners run (planned_launches.py). What decides the bits of a result is the family, the keys of a block, and the order in
+which a query comes to the blocks that it sees; blocks of which it sees nothing change no bit."""
 
 import contextlib
-import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import planned_launches
 import torch
+from planned_launches import Launch, form_of
 
 import attention
 from attention.parallel import gather, gather_in_order, pieces, plans, ulysses, whole
@@ -22,25 +22,9 @@ from attention.softmax import sequences
 from attention.softmax.backward.base_config import BackwardConfig
 from attention.softmax.base_config import BaseConfig
 from attention.softmax.variants import At
-from tiles import device as devices
-from tiles.arrays import Array, Form
-from tiles.program import Program
+from tiles.arrays import Array
 
-launching = sys.modules["tiles.launch"]
 EACH = 16  # every 16th query is looked at, for its neighbours see the same blocks
-GPUS = {  # what planners ask of a GPU
-    "H200": dict(capability=(9, 0), processors=132, cache_bytes=50 * 2**20, shared_bytes=227 * 1024, arch="sm_90a"),
-    "A100": dict(capability=(8, 0), processors=108, cache_bytes=40 * 2**20, shared_bytes=163 * 1024, arch="sm_80"),
-    "RTX 4090": dict(capability=(8, 9), processors=128, cache_bytes=72 * 2**20, shared_bytes=99 * 1024, arch="sm_89"),
-}
-
-
-class Launch(NamedTuple):
-    """A launch that was planned: its configuration, the arrays of the call by name, and what the kernel is told."""
-
-    config: object
-    arrays: dict
-    told: dict
 
 
 class Silent(Peers):
@@ -50,47 +34,14 @@ class Silent(Peers):
         return Pending(())
 
 
-def form_of(x):
-    """The Form of a tensor, also of one without memory, which lies at an address that TMA takes if its offset does."""
-    size = x.element_size()
-    strides = tuple([size * stride for stride in x.stride()])
-    past = size * x.storage_offset() % 16 if x.is_meta else x.data_ptr() % 16
-    return Form(tuple(x.shape), strides, str(x.dtype).removeprefix("torch."), None, size, past)
-
-
 @contextlib.contextmanager
 def noted(monkeypatch, gpu):
-    """What is planned inside is noted in the list that this gives, for a GPU of this name. What comes back from calls is on no
-    device, either."""
-    found = []
-    target = SimpleNamespace(**GPUS[gpu], ordinal=0)
-
-    def kernel_for(family, config, ordinal):
-        return SimpleNamespace(bind=lambda grid, **told: SimpleNamespace(config=config, told=told))
-
-    def call(self, stream, arrays, options, layout="bshd"):
-        given = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
-        problem, plan, results = self.steps(given, None, options, layout)
-        every = dict(zip(self.names, arrays))
-        found.extend([Launch(step.config, every, step.told) for step in plan.steps if hasattr(step, "config")])
-        made = [every[name] if every.get(name) is not None else _made(*problem.made(name)) for name in results]
-        return made[0] if len(made) == 1 else tuple(made)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(devices, "INTERPRETER", target)
-        patched.setattr(Program, "__call__", call)
-        for module in [m for name, m in sys.modules.items() if name.startswith("attention.")]:
-            if getattr(module, "kernel_for", None) is launching.kernel_for:
-                patched.setattr(module, "kernel_for", kernel_for)
+    """What is planned inside, also by ranks: see planned_launches.noted."""
+    with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
         for module in plans, whole:
             patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
         patched.setattr(pieces, "lengths_of", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
-        with torch.no_grad():
-            yield found
-
-
-def _made(shape, dtype):
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        yield found
 
 
 class Places:

@@ -1,15 +1,17 @@
-"""attention.parallel gives the bits of one GPU: each query of a rank takes its keys in the blocks, and in the order, in which one
-GPU takes them. Only planners run (key_orders.py), for GPUs that need not be there."""
+"""attention.parallel gives the bits of one GPU: each query of a rank takes its keys in the blocks of one GPU, in their order.
+Only planners run (key_orders.py), for GPUs that need not be there."""
 
 import os
 import random
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 import numpy as np
-from key_orders import EACH, GPUS, Problem, key_orders, of_backward, of_forward, on_ranks
+import torch
+from key_orders import EACH, Problem, key_orders, of_backward, of_forward, on_ranks
+from planned_launches import GPUS
 
 from attention.parallel import plans
 from attention.parallel.orders import Zigzag
@@ -140,7 +142,7 @@ def test_drawn_problems(monkeypatch, part):
     for number in range(PROBLEMS // 4):
         problem, world, order, gpu = drawn_problem(draw)
         whole = of_forward(monkeypatch, gpu, problem)
-        if "decode" in type(whole[0].launch.config).__module__ or order == WHOLE_TILES and problem.length < 768 * world:
+        if "decode" in type(whole[0].launch.config).__module__ or (order == WHOLE_TILES and problem.length < 768 * world):
             continue  # a case of docs/parallel.md
         heads = problem.heads % world == 0 and problem.kv_heads % world == 0
         for scheme in ("gather", "ulysses") if heads else ("gather",):
@@ -176,7 +178,7 @@ def test_gradients_in_order(monkeypatch):
         problem, world, order, gpu = drawn_problem(draw)
         bare = not {"bias", "cu_seqlens", "alibi", "q_norm"} & problem.options.keys()
         ahead = (problem.options.get("window") or (None, 0))[1] != 0 and not problem.options.get("causal")
-        if not bare or "window" in problem.options and ahead or order == WHOLE_TILES and problem.length < 768 * world:
+        if not bare or ("window" in problem.options and ahead) or (order == WHOLE_TILES and problem.length < 768 * world):
             continue
         tried += 1
         one, ranks = (launches_of_gradients(monkeypatch, gpu, problem, *more) for more in ((), (world, order)))

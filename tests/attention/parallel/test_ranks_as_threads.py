@@ -121,17 +121,17 @@ def test_what_no_query_sees_reaches_nothing(scheme, world):
     ((*_, last),) = ORDERS["contiguous"].spans(190, world)[-1:]
     documents = dict(cu_seqlens=torch.tensor([0, 40, 131, 190], dtype=torch.int32))
     for told, first in ((documents, 131), *[(dict(causal=True), last.start)] * (scheme != "ulysses")):
-        for x, given in zip(bad, (q, k, v)):
-            x.copy_(given)[:, first:] = torch.nan
+        for x, clean in zip(bad, (q, k, v)):
+            x.copy_(clean)[:, first:] = torch.nan
         whole = {"order": "contiguous", "scheme": scheme, "length": 190}
 
         def rank(peers, told=told, whole=whole):
             found = []
-            for given in (q, k, v), bad:
-                mine = [share(x, peers).requires_grad_() for x in given]
+            for arrays in (q, k, v), bad:
+                mine = [share(x, peers).requires_grad_() for x in arrays]
                 with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                     out = parallel.forward(*mine, group=peers, **whole, **told)
-                    grads = torch.autograd.grad(out, mine, share(given[0], peers)) if "cu_seqlens" in told else []
+                    grads = torch.autograd.grad(out, mine, share(arrays[0], peers)) if "cu_seqlens" in told else []
                 found.append([out.detach(), *grads])
             return found
 

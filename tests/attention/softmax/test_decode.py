@@ -195,6 +195,23 @@ def test_a_given_split_has_the_same_bits_always(place):
         agree(place, q, k, v, (100, 200), splits=parts)
 
 
+def test_a_given_split_has_the_same_kernel_always(monkeypatch):
+    """Whatever other sequences there are, and however many keys there is room for: planned for many, without a device."""
+    torch = pytest.importorskip("torch")
+    from planned_launches import GPUS, made, noted
+
+    def kernels(gpu, batch, room, tokens, heads, dim, parts):
+        q, k = (made((batch, n, h, dim), "bfloat16") for n, h in zip((tokens, room), heads))
+        with noted(monkeypatch, gpu) as found:
+            attention.decode(q, k, k, lengths=torch.full((batch,), room), splits=parts)
+        return [(type(x.config), x.config.kv, x.told.get("splits")) for x in found if hasattr(x.config, "kv")]
+
+    heads, dims = ((8, 1), (8, 2), (4, 4)), (64, 128, 256)
+    for gpu, tokens, h, dim, parts in itertools.product(GPUS, (1, 4, 40, 200), heads, dims, (1, 3)):
+        one, *others = [kernels(gpu, *of, tokens, h, dim, parts) for of in ((1, 5000), (64, 5000), (2, 300))]
+        assert all([other == one for other in others]), f"{tokens} tokens, {h} heads of {dim}, splits={parts}: {one} {others}"
+
+
 def test_parts_that_nobody_wrote(monkeypatch):
     """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
     monkeypatch.setattr(Kind, "maker", lambda self, home, shape, dtype: lambda: np.full(shape, np.nan, dtype))
