@@ -18,7 +18,7 @@ from .agreement import agreed, remembered
 from .gradients import Gradients
 from .orders import Order
 from .peers import of_torch, peers_of, uncompiled
-from .plans import Plan, called, form, length_of, world_of
+from .plans import Plan, form, length_of, world_of
 from .whole import cast, check_values
 
 NORMS = "q_norm", "k_norm"
@@ -173,7 +173,7 @@ def _differentiate(plan, dout, q, k, v, out, lse, told, wanted) -> dict[str, Any
     told = dict(_shaped(told))
     norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
     rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
-    call = called(plan.length, plan.keys, rows[0], rows[1], v, told)
+    call = plan.call_back(rows[0], rows[1], v, told)
     found = Gradients.begin(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others

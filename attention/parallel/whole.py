@@ -69,7 +69,7 @@ def _forms(q: Any, k: Any, v: Any, length: int, length_k: int, told: Mapping[str
     """The forms of the whole's arrays, by name. ValueError: the bias has other rows than this rank's queries."""
     arrays = {"q": q, "k": k, "v": v} | {name: told[name] for name in GIVEN if name in told}
     arrays |= {f"aux{n}": x for n, x in enumerate(told.get("aux", ()))}
-    forms = {name: describe(x.detach(), name).form for name, x in arrays.items()}
+    forms = {name: describe(x, name).form for name, x in arrays.items()}
     for name, tokens in ("q", length), ("k", length_k), ("v", length_k):
         forms[name] = _of_tokens(forms[name], 1, tokens)
     if "bias" in forms and len(shape := forms["bias"].shape) == 4 and shape[2] != 1:

@@ -13,8 +13,7 @@ import torch
 from planned_launches import Launch, form_of
 
 import attention
-from attention.parallel import gather, gather_in_order, pieces, plans, ulysses, whole
-from attention.parallel.gradients import Gradients
+from attention.parallel import gather, gather_in_order, pieces, plans, softmax, ulysses, whole
 from attention.parallel.moves import Moving
 from attention.parallel.orders import Span, order_of
 from attention.parallel.peers import Peers, Pending
@@ -138,18 +137,16 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
                 bias = told["bias"]
                 told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
             _, plan = plans.planned((peers,), (scheme, order, problem.length, problem.length_k, None), *arrays, told)
-            call = plan.call(*arrays, told)
             its.clear()
+            plan.scheme.attend(*arrays, plan.call(*arrays, told))
             if back:
                 out, lse = results(*arrays)
-                into = Gradients.begin(*arrays, call, ("q", "k", "v"))
-                plan.scheme.differentiate(out, *arrays, out, lse, call, into)
-            else:
-                plan.scheme.attend(*arrays, call)
+                softmax._differentiate(plan, out, *arrays, out, lse, told, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
                 k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
                 own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
+                assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
                 found.append(Noted(one, places.of(one.arrays["q"]), k, own))
     return found
 

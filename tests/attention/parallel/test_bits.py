@@ -171,6 +171,13 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
     return of_dq, of_dk
 
 
+def test_gradients_have_the_halo_that_came(monkeypatch):
+    """Keys that begin behind the first, in each of a rank's parts, at a block of the kernel that forward takes."""
+    problem = Problem(2304, 1, 1, (64, 64), dict(window=(200, 0)))
+    found = on_ranks(monkeypatch, "H200", problem, 3, back=True)
+    assert any([one.keys[0] % 384 for one in found])
+
+
 def test_gradients_in_order(monkeypatch):
     """The same of gradients with deterministic=True, but for windows that look ahead."""
     draw, tried = random.Random(0), 0
