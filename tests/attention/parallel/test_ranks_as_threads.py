@@ -171,6 +171,19 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
         assert len(sent) == 2 * turns
 
 
+def test_sums_are_in_the_order_of_ranks():
+    """Wherever they are taken, and whatever arrives first."""
+    parts = torch.tensor([1e8, 1.0, -1e8, 3.0])
+    cuts = tuple([moves.Cut((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
+    every = (moves.Cut((Span(0, 4),), Span(0, 1)),) * 4
+
+    def rank(peers):
+        x = parts[peers.rank].expand(1, 4, 1, 1).contiguous()
+        return moves.gathered_sums(peers, (x, moves.way(peers.rank, every, cuts)))[0].item()
+
+    assert together(4, rank) == [((parts[0] + parts[1]) + parts[2] + parts[3]).item()] * 4
+
+
 IN_TURNS = {
     "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
     "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
