@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tiles.arrays import Form
+from tiles.arrays import Form, Number
 from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, asked
 from tiles.frameworks import describe
 
@@ -58,10 +58,11 @@ def keys_of_a_block(q: Any, k: Any, v: Any, length: int, length_k: int, told: Ma
     problem = VARIANTS.problem(forms, "bshd")
     if 0 in problem("BSHT"):
         return None
-    functions = [None if told.get(name) is None else named(name, told[name]) for name in ("mask", "score")]
+    mask, score = (named(name, told.get(name)) for name in ("mask", "score"))
     cap = positive("softcap", told.get("softcap"))
-    seen = Seen(bool(told.get("causal")), *ends_of(told.get("window")), cap, *functions, *blocks.size, blocks.ready_for)
-    more = parts_of(problem, told.get("norm_eps", 1e-6), random.dropout, random.seed)
+    seen = Seen(bool(told.get("causal")), *ends_of(told.get("window")), cap, mask, score, *blocks.size, blocks.ready_for)
+    seed = None if random.seed is None else Number(0)  # which one it is decides nothing
+    more = parts_of(problem, told.get("norm_eps", 1e-6), random.dropout, seed)
     return of_variant(problem, seen, told.get("scale"), told.get("family"), more)
 
 

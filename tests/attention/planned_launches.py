@@ -20,7 +20,7 @@ GPUS = {  # what planners ask of a GPU
 }
 
 
-class Launch(NamedTuple):
+class PlannedLaunch(NamedTuple):
     """A launch that was planned: its configuration, the arrays of the call by name, and what the kernel is told."""
 
     config: object
@@ -50,7 +50,7 @@ def noted(monkeypatch, gpu):
         given = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
         problem, plan, results = self.steps(given, None, options, layout)
         every = dict(zip(self.names, arrays))
-        found.extend([Launch(step.config, every, step.told) for step in plan.steps if hasattr(step, "config")])
+        found.extend([PlannedLaunch(step.config, every, step.told) for step in plan.steps if hasattr(step, "config")])
         out = [every[name] if every.get(name) is not None else made(*problem.made(name)) for name in results]
         return out[0] if len(out) == 1 else tuple(out)
 

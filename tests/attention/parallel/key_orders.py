@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import planned_launches
 import torch
-from planned_launches import Launch, form_of
+from planned_launches import PlannedLaunch, form_of
 
 import attention
 from attention.parallel import gather, gather_in_order, pieces, plans, softmax, ulysses, whole
@@ -26,7 +26,7 @@ from tiles.arrays import Array
 EACH = 16  # every 16th query is looked at, for its neighbours see the same blocks
 
 
-class Silent(Peers):
+class SilentRank(Peers):
     """A rank whose messages go nowhere."""
 
     def exchange(self, sends, receives):
@@ -69,7 +69,7 @@ def drawn(spans, keys, problem):
     return made, (spans, keys, keys)
 
 
-class Problem(NamedTuple):
+class WholeCall(NamedTuple):
     """A call on a whole sequence. options: those of attention.forward; a bias is the whole. seen: (queries, keys), which keys a
     mask in Python lets a query see; None if there is none."""
 
@@ -88,22 +88,22 @@ class Problem(NamedTuple):
         return self.keys or self.length
 
 
-class Noted(NamedTuple):
+class NotedLaunch(NamedTuple):
     """A launch; the rows of the whole that its queries and its keys are; and whether its keys are a rank's own share."""
 
-    launch: Launch
+    launch: PlannedLaunch
     rows: np.ndarray
     keys: np.ndarray
     of_own_keys: bool = False
 
 
 def of_forward(monkeypatch, gpu, problem):
-    """Every launch of attention as Noted, of the call on one GPU."""
+    """Every launch of attention as NotedLaunch, of the call on one GPU."""
     with noted(monkeypatch, gpu) as found:
         arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
         attention.forward(*arrays, **problem.options, return_lse=True)
     rows = np.arange(problem.length), np.arange(problem.length_k)
-    return [Noted(one, *rows) for one in found if isinstance(one.config, BaseConfig)]
+    return [NotedLaunch(one, *rows) for one in found if isinstance(one.config, BaseConfig)]
 
 
 def of_backward(monkeypatch, gpu, problem):
@@ -113,7 +113,7 @@ def of_backward(monkeypatch, gpu, problem):
         out, lse = results(*arrays)
         attention.backward(out, *arrays, out, lse, **problem.options, deterministic=True)
     rows = np.arange(problem.length), np.arange(problem.length_k)
-    return [Noted(one, *rows) for one in found if isinstance(one.config, BackwardConfig)]
+    return [NotedLaunch(one, *rows) for one in found if isinstance(one.config, BackwardConfig)]
 
 
 def results(q, k, v):
@@ -127,7 +127,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
     queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
     found = []
     for rank in range(world):
-        peers, places = Silent(None, rank, world, tuple(range(world))), Places()
+        peers, places = SilentRank(None, rank, world, tuple(range(world))), Places()
         with noted(monkeypatch, gpu) as its, _moved(monkeypatch, places):
             arrays, spans = drawn(queries[rank], keys[rank], problem)
             for x, of in zip(arrays, spans):
@@ -147,7 +147,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
                 k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
                 own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
                 assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
-                found.append(Noted(one, places.of(one.arrays["q"]), k, own))
+                found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, own))
     return found
 
 

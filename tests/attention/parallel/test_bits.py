@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import numpy as np
 import torch
-from key_orders import EACH, Problem, key_orders, of_backward, of_forward, on_ranks
+from key_orders import EACH, WholeCall, key_orders, of_backward, of_forward, on_ranks
 from planned_launches import GPUS
 
 from attention.parallel import plans
@@ -47,18 +47,18 @@ def sloped(s, b, h, i, j, slopes):
 
 CAUSAL = dict(causal=True)
 CASES = {  # (problem, ranks, order) of which other lengths, another variant, or fewer sequences would give blocks of other keys
-    "part of few keys": (Problem(4703, 4, 2, (64, 64), CAUSAL), 2, "zigzag"),
-    "shorter": (Problem(2443, 4, 2, (16, 16), CAUSAL), 6, "contiguous"),
-    "joined parts": (Problem(2560, 4, 2, (64, 64), CAUSAL), 2, "zigzag"),
-    "batches": (Problem(4866, 1, 1, (64, 64), CAUSAL, batch=2), 5, "contiguous"),
-    "alibi": (Problem(1456, 4, 2, (128, 128), CAUSAL | dict(alibi=array(4))), 4, "contiguous"),
-    "a score": (Problem(2528, 4, 2, (128, 128), dict(score=bent)), 3, "zigzag"),
-    "a score that is alibi": (Problem(2003, 2, 2, (128, 128), CAUSAL | dict(score=sloped, aux=(array(2),))), 3, "zigzag"),
-    "packed": (Problem(7845, 128, 8, (64, 64), CAUSAL | dict(cu_seqlens=ends(*range(0, 7845, 500), 7845))), 8, "zigzag"),
-    "short parts": (Problem(200, 8, 8, (128, 128), CAUSAL, batch=70), 4, "contiguous"),
-    "a bias of one row": (Problem(1025, 2, 2, (128, 128), dict(bias=array(1, 2, 1025, 1025))), 4, "zigzag"),
-    "a window ahead": (Problem(2556, 4, 1, (64, 64), dict(window=(None, 100))), 5, "zigzag"),
-    "a window of most keys": (Problem(5040, 4, 1, (64, 64), dict(window=(4500, 50))), 2, WHOLE_TILES),
+    "part of few keys": (WholeCall(4703, 4, 2, (64, 64), CAUSAL), 2, "zigzag"),
+    "shorter": (WholeCall(2443, 4, 2, (16, 16), CAUSAL), 6, "contiguous"),
+    "joined parts": (WholeCall(2560, 4, 2, (64, 64), CAUSAL), 2, "zigzag"),
+    "batches": (WholeCall(4866, 1, 1, (64, 64), CAUSAL, batch=2), 5, "contiguous"),
+    "alibi": (WholeCall(1456, 4, 2, (128, 128), CAUSAL | dict(alibi=array(4))), 4, "contiguous"),
+    "a score": (WholeCall(2528, 4, 2, (128, 128), dict(score=bent)), 3, "zigzag"),
+    "a score that is alibi": (WholeCall(2003, 2, 2, (128, 128), CAUSAL | dict(score=sloped, aux=(array(2),))), 3, "zigzag"),
+    "packed": (WholeCall(7845, 128, 8, (64, 64), CAUSAL | dict(cu_seqlens=ends(*range(0, 7845, 500), 7845))), 8, "zigzag"),
+    "short parts": (WholeCall(200, 8, 8, (128, 128), CAUSAL, batch=70), 4, "contiguous"),
+    "a bias of one row": (WholeCall(1025, 2, 2, (128, 128), dict(bias=array(1, 2, 1025, 1025))), 4, "zigzag"),
+    "a window ahead": (WholeCall(2556, 4, 1, (64, 64), dict(window=(None, 100))), 5, "zigzag"),
+    "a window of most keys": (WholeCall(5040, 4, 1, (64, 64), dict(window=(4500, 50))), 2, WHOLE_TILES),
 }
 
 
@@ -84,14 +84,14 @@ def test_ranks_take_the_blocks_of_one_gpu(monkeypatch, name):
 
 def test_a_mask_that_is_a_window_is_one_for_ranks(monkeypatch):
     i, j = np.arange(2280)[:, None], np.arange(2280)[None]
-    problem = Problem(2280, 4, 2, (64, 64), dict(mask=near), seen=(j <= i) & (j > i - 700))
+    problem = WholeCall(2280, 4, 2, (64, 64), dict(mask=near), seen=(j <= i) & (j > i - 700))
     assert not differs(monkeypatch, "RTX 4090", problem, 2, WHOLE_TILES)
     monkeypatch.setattr(plans, "windowed", lambda told, *_: told)
     assert differs(monkeypatch, "RTX 4090", problem, 2, WHOLE_TILES)
 
 
 def drawn_problem(draw):
-    """(Problem, ranks, order, GPU, whether its parts must begin with whole tiles)"""
+    """(WholeCall, ranks, order, GPU, whether its parts must begin with whole tiles)"""
     kind, keys, seen = draw.choice(KINDS), 0, None
     length = draw.choice([draw.randint(100, 1200), draw.randint(1200, 3000), draw.randint(3000, 9000)])
     group, kv_heads, dim = draw.choice([1, 2, 4]), draw.choice([1, 2, 8]), draw.choice([16, 64, 64, 96, 128, 128, 192, 256])
@@ -127,7 +127,7 @@ def drawn_problem(draw):
         order = WHOLE_TILES
     batch = 1 if kind == "packed" else draw.choice([1, 1, 2, 40])
     dims = dim, draw.choice([dim, dim, dim, 64, 128])
-    problem = Problem(length, heads, kv_heads, dims, options, keys, batch, draw.choice([torch.bfloat16, torch.float16]), seen)
+    problem = WholeCall(length, heads, kv_heads, dims, options, keys, batch, draw.choice([torch.bfloat16, torch.float16]), seen)
     return problem, world, order, draw.choice(["H200", "H200", *GPUS])
 
 
@@ -173,7 +173,7 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
 
 def test_gradients_have_the_halo_that_came(monkeypatch):
     """Keys that begin behind the first, in each of a rank's parts, at a block of the kernel that forward takes."""
-    problem = Problem(2304, 1, 1, (64, 64), dict(window=(200, 0)))
+    problem = WholeCall(2304, 1, 1, (64, 64), dict(window=(200, 0)))
     found = on_ranks(monkeypatch, "H200", problem, 3, back=True)
     assert any([one.keys[0] % 384 for one in found])
 
