@@ -104,7 +104,8 @@ def of_blocks(config: Config, kv: int, room: int) -> Config:
     shape = next((of[padded] for of in (SHAPES | of_room, BUSY, LOADED) if padded in of and of[padded][0] == kv), None)
     if shape is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
-    return replace(config, **dict(zip(("kv", "warps", "band", "stages", "resident"), shape)))
+    kv, warps, band, stages, resident = shape
+    return replace(config, kv=kv, warps=warps, band=band, stages=stages, resident=resident)
 
 
 ROOM = {"sm_80": 163 * 1024, "sm_90a": LARGE, "sm_100a": LARGE}  # shared memory that a block may have; elsewhere the least

@@ -141,7 +141,11 @@ SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
 SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
 TABLES = SHAPES, SCORED, LOADED, FETCHED, BROUGHT, ROOMY, SMALL
-A_BLOCK_EACH = {"persistent": False, "queries": 1, "sent": False}  # tiles of sequences that do not all lie alike
+A_BLOCK_EACH: dict[str, Any] = {
+    "persistent": False,
+    "queries": 1,
+    "sent": False,
+}  # tiles of sequences that do not all lie alike
 USUAL = A_BLOCK_EACH | {"turns": True, "stored": False, "resident": 1}
 SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
 # How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1; and how long for a

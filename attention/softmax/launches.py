@@ -241,12 +241,14 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, kv: int
         config = hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
         sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
-        load = batch * queries / sequences, kv_len, sequences * heads, gpu.processors
-        found = hopper.fitted(config, *load)
-        return found if kv in (None, found.kv) else hopper.fitted(hopper.of_blocks(config, kv), *load, kv)
+        of_sequence, pairs = batch * queries / sequences, sequences * heads
+        found = hopper.fitted(config, of_sequence, kv_len, pairs, gpu.processors)
+        if kv in (None, found.kv):
+            return found
+        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, pairs, gpu.processors, kv)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
-    found = ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
-    return found if kv is None else ampere.of_blocks(found, kv, room)
+    own = ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
+    return own if kv is None else ampere.of_blocks(own, kv, room)
 
 
 def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
