@@ -1,5 +1,9 @@
 """Which instructions serve a call: Hopper's (wgmma and TMA), or those of every GPU since Ampere (mma.sync and cp.async)."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 from tiles.arrays import ALIGNMENT
 from tiles.device import machine
 from tiles.schema import Problem
@@ -8,10 +12,29 @@ from tiles.targets import is_hopper, supported
 FAMILIES = "sm_80", "sm_90"
 
 
-def choose(problem: Problem, family: str | None, addressable: bool | None = None) -> str:
+class PartOf(NamedTuple):
+    """What stands in place of a family's name in calls on a part of a sequence: forward then takes blocks of `kv` keys, as the
+    call on the whole does, for the keys of a block decide the last bits. family: the name, or None."""
+
+    family: str | None
+    kv: int
+
+
+def name_of(family: str | PartOf | None) -> str | None:
+    """The name of the family that a call asks for, None if it asks for none."""
+    return family.family if isinstance(family, PartOf) else family
+
+
+def kv_of(family: str | PartOf | None) -> int | None:
+    """The keys of a block that a call asks for, None if it asks for none."""
+    return family.kv if isinstance(family, PartOf) else None
+
+
+def choose(problem: Problem, family: str | PartOf | None, addressable: bool | None = None) -> str:
     """The family that serves a problem: the one asked for; by default Hopper's, on Hopper if TMA can address the arrays (all
     tiles, unless the caller knows better), and else sm_80's. In the interpreter both run. ValueError: this GPU or these arrays
     are not for it."""
+    family = name_of(family)
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family: must be None or one of {FAMILIES}: {family=}")
     gpu = machine(problem.device)

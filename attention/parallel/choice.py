@@ -79,7 +79,7 @@ def choose(
     call: Call, batch: int, queries: Sequence[Spans], keys: Sequence[Spans], limit: float, machine: Machine | None = None
 ) -> Choice:
     """Of the schemes that can serve a call the one that takes least, among those that hold no more than `limit` bytes;
-    "gather", whose bits are those of one GPU, where another is not faster by a tenth."""
+    "gather", in which a query meets its keys in one call, where another is not faster by a tenth."""
     estimates = tuple([estimate(name, call, batch, queries, keys, machine or Machine(), limit) for name in SCHEMES])
     able = [one for one in estimates if not one.why]
     if not able:
@@ -89,9 +89,8 @@ def choose(
         best = min(able, key=lambda one: one.held)
         return Choice(best.scheme, "it holds least, and none fits", estimates)
     best = min(fits, key=lambda one: one.seconds)
-    bitwise = [one for one in fits if one.scheme == "gather" and one.seconds <= 1.1 * best.seconds]
-    if bitwise:
-        return Choice("gather", "its bits are those of one GPU, and no other is a tenth faster", estimates)
+    if any([one.scheme == "gather" and one.seconds <= 1.1 * best.seconds for one in fits]):
+        return Choice("gather", "a query meets its keys in one call, and no other is a tenth faster", estimates)
     others = [one for one in able if one not in fits]
     held = f"; {', '.join([one.scheme for one in others])} would hold more than {limit / 1e9:.3g} GB" if others else ""
     return Choice(best.scheme, f"it takes least{held}", estimates)

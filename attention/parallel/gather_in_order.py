@@ -1,4 +1,4 @@
-"""Scheme "gather" with deterministic=True: gradients, too, are bitwise what one GPU gives.
+"""Scheme "gather" with deterministic=True: gradients, too, have the bits of one GPU; docs/parallel.md has exceptions.
 
 dq is a sum over keys, which come to their queries; dk and dv are sums over queries, in the order in which one GPU takes them.
 So these are not added up from several ranks: queries and what belongs to them come to the keys that they see, and scores are

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..families import kv_of
 from ..softmax import ampere, hopper
 from ..softmax.algebra import slopes_of
+from ..softmax.planning import window_of
 from ..softmax.python_functions import known, named
 from .orders import Span, Spans, merged
 from .placed import begins_of, begins_of_sequences, lengths_of, placed_mask, placed_score
@@ -30,6 +32,7 @@ from .placed import begins_of, begins_of_sequences, lengths_of, placed_mask, pla
 PLACED = frozenset("mask score bias blocks cu_seqlens cu_seqlens_k lengths_k".split())  # depend on the position of each query
 TILE = 128  # rows of a tile of queries in backward; a tile may have twice as many
 WHOLE = 384  # a multiple of the rows of a tile in every kernel for windows
+WINDOW_END = 2**30  # see call_options.ends_of
 SEEDS = 2**63
 MIXED = 0x9E3779B97F4A7C15  # odd, with random-looking bits, so that the seeds of different pieces differ in all bits
 
@@ -71,6 +74,13 @@ class Call(NamedTuple):
         left, right = self.told.get("window") or (None, None)
         return left, 0 if self.told.get("causal") else right
 
+    @property
+    def grain(self) -> int:
+        """A number of keys that is a multiple of the blocks of the kernels. A part of the keys that begins at a multiple of it
+        is cut into the same blocks as the whole, so sums have the same order."""
+        kv = kv_of(self.told.get("family"))
+        return kv_of_all(*self.head_dims) if kv is None else math.lcm(kv, TILE)
+
     def of_heads(self, heads: Span, kv_heads: Span) -> Call:
         """The same call for some of the heads."""
         if heads == self.heads:
@@ -103,13 +113,13 @@ class Call(NamedTuple):
             return Span(0, self.keys if len(q) else 0)
         end = self.keys if right is None else max(0, min(self.keys, q.stop + self.past + right))
         first = 0 if left is None or "cu_seqlens" in told else max(0, q.start + self.past - left)
-        first -= first % grain(*self.head_dims)
+        first -= first % self.grain
         return Span(min(first, end), end)
 
     def first_at_home(self, run: Span) -> int:
         """The first of these queries, at a whole tile, from which on they see no keys but those of their own numbers; its end
         if there is none."""
-        first, block = run.start, grain(*self.head_dims)
+        first, block = run.start, self.grain
         if run.start > 0:
             first = -(-(-(-run.start // block) * block + (self.window[0] or 0)) // WHOLE) * WHOLE
         reach = self.reach(Span(first, run.stop))
@@ -270,6 +280,19 @@ def sloped(call: Call, batch: int) -> Call:
     return call._replace(told={name: told[name] for name in kept} | {"alibi": slopes[0] if len(slopes) == 1 else slopes})
 
 
+def windowed(told: dict[str, Any], length: int, keys: int) -> dict[str, Any]:
+    """The options of a call, with a window in place of a mask that is nothing else. attention.forward finds this out by
+    algebra, but not for a mask that is shifted to a piece's positions."""
+    if told.get("mask") is None or {"blocks", "cu_seqlens", "lengths_k"} & told.keys():
+        return told
+    mask = known(named("mask", told["mask"]))
+    window, axes = told.get("window") or (None, None), [x.ndim for x in told.get("aux", ())]
+    found = mask and window_of(mask, axes, bool(told.get("causal")), window, length, keys)
+    if not found or not all([end is None or 0 <= end < WINDOW_END for end in found]):
+        return told
+    return {name: x for name, x in told.items() if name not in ("mask", "causal")} | {"window": found}
+
+
 @functools.lru_cache(256)
 def _slope_of(score: str, axes: tuple[int, ...]) -> Callable | None:
     """See slopes_of: of the score of this name."""
@@ -288,11 +311,10 @@ class _Blocks:
 
 
 @functools.lru_cache(64)
-def grain(head_dim: int, value_dim: int) -> int:
-    """A number of keys that is a multiple of the blocks of every kernel for these dims. A part of the keys that begins at a
-    multiple of it is cut into the same blocks as the whole, so sums have the same order."""
+def kv_of_all(head_dim: int, value_dim: int) -> int:
+    """A number of keys that is a multiple of the blocks of every kernel for these dims."""
     padded = min(d for d in hopper.SHAPES if d >= max(head_dim, value_dim))
-    tables = hopper.SHAPES, hopper.ROOMY, hopper.LOADED, hopper.SCORED
+    tables = hopper.TABLES
     others: tuple[Any, ...] = (ampere.SHAPES, ampere.BUSY, ampere.LOADED, *ampere.ROOMS.values())
     keys = [table[padded]["kv"] for table in tables if padded in table]
     return math.lcm(*keys, *[table[padded][0] for table in others if padded in table])

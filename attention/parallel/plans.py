@@ -14,6 +14,7 @@ import torch
 import attention
 from tiles.frameworks import describe
 
+from ..families import PartOf, kv_of
 from ..families import choose as family_of
 from ..names import what_it_is_here
 from ..options import flag
@@ -25,10 +26,10 @@ from .gather_in_order import InOrder
 from .moves import all_heads
 from .orders import Span, Spans, count, order_of
 from .peers import ALONE, Peers
-from .pieces import Call
+from .pieces import Call, windowed
 from .ring import Ring
 from .ulysses import Heads, Shared, together
-from .whole import COUNTS, check_tensors, check_values, check_whole, number_of_tokens
+from .whole import COUNTS, check_tensors, check_values, check_whole, keys_of_a_block, number_of_tokens
 
 SHARED_OUT = {"causal", "scale", "deterministic", "family"}  # options of calls that softmax/shared_out.py may serve
 WRITTEN = "lse", "accumulate"  # of attention.forward's arguments those that are not served
@@ -50,10 +51,17 @@ class Plan:
         """A call of this form."""
         return self.known or called(self.length, self.keys, q, k, v, told | {"family": self.family})
 
+    def call_back(self, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
+        """The call whose gradients are computed: keys are cut as for `call`, and the family is the one that was asked for."""
+        kv, family = kv_of(self.family), told.get("family")
+        told = told if kv is None else told | {"family": PartOf(family, kv)}
+        return called(self.length, self.keys, q, k, v, told)
+
 
 def called(length: int, keys: int, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
     """A call on these arrays, or ones like them."""
     heads, kv_heads = all_heads(q.shape[2]), all_heads(k.shape[2])
+    told = windowed(told, length, keys)
     plain = "seed" not in told and all([type(x) in PLAIN or inspect.isfunction(x) or _of_numbers(x) for x in told.values()])
     return Call(told, length, keys, heads, kv_heads, (q.shape[3], v.shape[3]), q.device, plain)
 
@@ -103,6 +111,10 @@ def planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: A
     limit = _limit(memory, q)
     choice = _choice(peers, scheme, call, q.shape[0], queries, keys, limit)
     name = choice.scheme
+    if "ring" not in name:  # the bits are those of one GPU
+        with torch.no_grad():
+            kv = keys_of_a_block(q, k, v, total, length_k, told)
+        call = call._replace(told=call.told | {"family": PartOf(call.told["family"], kv) if kv else call.told["family"]})
     found, turns = _scheme(name, peers, call, q.shape[0], queries, keys, limit)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
     named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name not in ("seed", "bias")]

@@ -18,7 +18,7 @@ from .agreement import agreed, remembered
 from .gradients import Gradients
 from .orders import Order
 from .peers import of_torch, peers_of, uncompiled
-from .plans import Plan, called, form, length_of, world_of
+from .plans import Plan, form, length_of, world_of
 from .whole import cast, check_values
 
 NORMS = "q_norm", "k_norm"
@@ -56,8 +56,8 @@ def forward(
 
     | | what travels | |
     |---|---|---|
-    | "gather" | keys and values, as far as queries see them | the bits of one GPU |
-    | "ulysses" | tokens for heads, there and back; ranks divide the heads | whatever forward takes |
+    | "gather" | keys and values, as far as queries see them | the bits of one GPU, with the exceptions in docs/parallel.md |
+    | "ulysses" | tokens for heads, there and back; ranks divide the heads | the bits of one GPU; whatever forward takes |
     | "ring" | keys and values, a rank's share at a time; partial results are merged in float32 | least memory |
     | (outer, inner) | for a group of two dimensions: "gather" or "ring", and "ulysses"; or "ring" and "gather" | |
 
@@ -181,7 +181,7 @@ def _differentiate(plan, dout, dlse, q, k, v, out, lse, told, wanted) -> dict[st
     told = dict(_shaped(told))
     norms, eps = [told.pop(name, None) for name in NORMS], told.pop("norm_eps", 1e-6)
     rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
-    call = called(plan.length, plan.keys, rows[0], rows[1], v, told)
+    call = plan.call_back(rows[0], rows[1], v, told)
     found = Gradients.begin(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, dlse, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others

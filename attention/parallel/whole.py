@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 
-from tiles.arrays import Form
+from tiles.arrays import Form, Number
 from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, asked
 from tiles.frameworks import describe
 
-from ..softmax.call_options import AUX, blocks_of, ends_of
-from ..softmax.forward_programs import VARIANTS
+from ..options import norm_parts, positive
+from ..softmax.block_masks import FIELDS
+from ..softmax.call_options import AUX, blocks_of, ends_of, random_of
+from ..softmax.forward_programs import VARIANTS, Seen
+from ..softmax.forward_programs import keys_of_a_block as of_variant
 from ..softmax.index_checks import Asking, indexed
 from ..softmax.launches import over
-from ..softmax.planning import check_extents
+from ..softmax.planning import check_extents, parts_of
+from ..softmax.python_functions import named
 from .peers import of_torch
 
 COUNTS = {"cu_seqlens": ENDS, "cu_seqlens_k": KEY_ENDS, "lengths_k": KEY_LENGTHS}  # what their values must be
@@ -28,18 +32,10 @@ def check_whole(q: Any, k: Any, v: Any, length: int, length_k: int, told: Mappin
     bias has other rows than this rank's queries."""
     of_torch(**{name: told[name] for name in ("bias", *COUNTS) if name in told})
     blocks_of(told.get("blocks"))
-    arrays = {"q": q, "k": k, "v": v} | {name: told[name] for name in GIVEN if name in told}
     aux = told.get("aux", ())
     if len(aux) == AUX and told.keys() & {"mask", "score"}:
         raise TypeError(f"aux: must be up to {AUX - 1} arrays on several ranks, where there is one more of theirs: {len(aux)=}")
-    forms = {name: describe(x, name).form for name, x in (arrays | {f"aux{n}": x for n, x in enumerate(aux)}).items()}
-    for name, tokens in ("q", length), ("k", length_k), ("v", length_k):
-        forms[name] = _of_tokens(forms[name], 1, tokens)
-    if "bias" in forms and len(shape := forms["bias"].shape) == 4 and shape[2] != 1:
-        if shape[2] != q.shape[1]:
-            raise ValueError(f"bias: must have a row for each query of this rank, or one: {shape=}, queries={q.shape[1]}")
-        forms["bias"] = _of_tokens(forms["bias"], 2, length)
-    problem = VARIANTS.problem(forms, "bshd")
+    problem = VARIANTS.problem(_forms(q, k, v, length, length_k, told), "bshd")
     check_extents(problem)
     for name, axes in ("bias", "NHST"), ("alibi", "NH"):
         over(problem, name, axes)
@@ -48,6 +44,40 @@ def check_whole(q: Any, k: Any, v: Any, length: int, length_k: int, told: Mappin
     read = [problem[f"aux{n}"] for n in range(len(aux))]
     window = ends_of(told.get("window"))
     indexed(problem, Asking(told.get("mask"), told.get("score"), read, bool(told.get("causal")), *window, length_k))
+
+
+def keys_of_a_block(q: Any, k: Any, v: Any, length: int, length_k: int, told: Mapping[str, Any]) -> int | None:
+    """How many keys a block has in the kernel by which one GPU serves the whole; None where there is none to serve. q, k, v: a
+    rank's shares."""
+    blocks, random = blocks_of(told.get("blocks")), random_of(told.get("dropout", 0.0), told.get("seed"))
+    norms = [x for name in ("q_norm", "k_norm") for x in norm_parts(name, told.get(name))]
+    others = dict(zip(("q_norm", "q_norm_bias", "k_norm", "k_norm_bias"), norms)) | {"seed": random.seeds}
+    others |= dict(zip((*FIELDS, "lists", "marks"), blocks.arrays))
+    forms = _forms(q, k, v, length, length_k, told)
+    forms |= {name: describe(x, name).form for name, x in others.items() if x is not None}
+    problem = VARIANTS.problem(forms, "bshd")
+    if 0 in problem("BSHT"):
+        return None
+    mask, score = (named(name, told.get(name)) for name in ("mask", "score"))
+    cap = positive("softcap", told.get("softcap"))
+    seen = Seen(bool(told.get("causal")), *ends_of(told.get("window")), cap, mask, score, *blocks.size, blocks.ready_for)
+    seed = None if random.seed is None else Number(0)  # which one it is decides nothing
+    more = parts_of(problem, told.get("norm_eps", 1e-6), random.dropout, seed)
+    return of_variant(problem, seen, told.get("scale"), told.get("family"), more)
+
+
+def _forms(q: Any, k: Any, v: Any, length: int, length_k: int, told: Mapping[str, Any]) -> dict[str, Form]:
+    """The forms of the whole's arrays, by name. ValueError: the bias has other rows than this rank's queries."""
+    arrays = {"q": q, "k": k, "v": v} | {name: told[name] for name in GIVEN if name in told}
+    arrays |= {f"aux{n}": x for n, x in enumerate(told.get("aux", ()))}
+    forms = {name: describe(x, name).form for name, x in arrays.items()}
+    for name, tokens in ("q", length), ("k", length_k), ("v", length_k):
+        forms[name] = _of_tokens(forms[name], 1, tokens)
+    if "bias" in forms and len(shape := forms["bias"].shape) == 4 and shape[2] != 1:
+        if shape[2] != q.shape[1]:
+            raise ValueError(f"bias: must have a row for each query of this rank, or one: {shape=}, queries={q.shape[1]}")
+        forms["bias"] = _of_tokens(forms["bias"], 2, length)
+    return forms
 
 
 def check_values(told: Mapping[str, Any], length: int, length_k: int, planning: bool = False) -> None:

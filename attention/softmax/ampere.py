@@ -10,7 +10,7 @@ It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many 
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numba import cuda
@@ -93,6 +93,19 @@ def config_for(
     if variant not in (FULL, CAUSAL):
         shapes = shapes | (LOADED if variant.loads else BUSY)
     return Config(padded, wide, dtype, variant, *shapes[max(padded, wide)], piece, **kind)
+
+
+def of_blocks(config: Config, kv: int, room: int) -> Config:
+    """The same configuration with blocks of `kv` keys, in the shape that other variants have. ValueError: there is none."""
+    if config.kv == kv:
+        return config
+    padded = max(config.head_dim, config.value_dim)
+    of_room = ROOMS[max(r for r in ROOMS if r <= room)]
+    shape = next((of[padded] for of in (SHAPES | of_room, BUSY, LOADED) if padded in of and of[padded][0] == kv), None)
+    if shape is None:
+        raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
+    kv, warps, band, stages, resident = shape
+    return replace(config, kv=kv, warps=warps, band=band, stages=stages, resident=resident)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:

@@ -7,20 +7,21 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tiles.arrays import Number
-from tiles.program import Plan, program
+from tiles.arrays import Number, Operand
+from tiles.program import Plan, Step, program
 from tiles.schema import Problem, Schema
 
 from . import shared_out
 from .algebra import score_of
-from .assembled import assembled
+from .assembled import Assembled, assembled
 from .block_masks import BAND
 from .call_options import OF_AUX, OF_BLOCKS
 from .fp8 import OF_FP8, check_output, of_fp8_cache
 from .gradient import ONCE, gradient
 from .index_checks import Asking, indexed
-from .launches import planned
+from .launches import chosen, planned
 from .planning import as_window, bias_of, check_extents, functions_of, is_ordered, listing_of, parts_of, scale_of
+from .prepared_lists import Listing
 from .variants import Variant
 
 FORWARD = Schema(
@@ -213,6 +214,24 @@ def planned_variant(
 ) -> Plan:
     """The Plan of a variant. more: further parts of it, with the numbers that each tells its kernels. numbers: what kernels are
     told besides. units: the descales of keys and values that are converted before."""
+    made, aux, listing, looks = variant_of(problem, seen, scale, more)
+    made = made._replace(numbers=made.numbers | (numbers or {}))
+    plan = planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
+    return plan._replace(steps=[*looks, *plan.steps])
+
+
+def keys_of_a_block(
+    problem: Problem, seen: Seen, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
+) -> int:
+    """How many keys a block has in the kernel that serves a call of _variant, or the same call of _forward."""
+    made, aux, listing, _ = variant_of(problem, seen, scale, more)
+    return chosen(problem, made, family, aux, listing)[1].kv
+
+
+def variant_of(
+    problem: Problem, seen: Seen, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
+) -> tuple[Assembled, list[Operand], Listing | None, list[Step]]:
+    """(the assembled variant, the arrays of aux, how lists of key blocks are made, the checks of what aux is indexed by)"""
     causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = seen
     masking, scoring, aux = functions_of(problem, mask, score)
     if (mask or score) and "Z" in problem.extents:
@@ -237,6 +256,4 @@ def planned_variant(
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
         more,
     )
-    made = made._replace(numbers=made.numbers | (numbers or {}))
-    plan = planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
-    return plan._replace(steps=[*looks, *plan.steps])
+    return made, aux, listing, looks

@@ -139,6 +139,13 @@ CAPPED = {1024: PERSISTENT | three(128, stored=True), math.inf: three(128, store
 SLOPED = {1024: PERSISTENT, math.inf: three(128, stored=True)}
 SCORED_BY_LENGTH = {(96, True): CAPPED, (128, True): CAPPED, (128, False): SLOPED}  # ... are scores bent or added to
 SMALL = {64: one(64, stages=4), 96: one(64), 128: one(64)}  # of many sequences of up to 64 queries
+TABLES = SHAPES, SCORED, LOADED, FETCHED, BROUGHT, ROOMY, SMALL
+A_BLOCK_EACH: dict[str, Any] = {
+    "persistent": False,
+    "queries": 1,
+    "sent": False,
+}  # tiles of sequences that do not all lie alike
+USUAL = A_BLOCK_EACH | {"turns": True, "stored": False, "resident": 1}
 SHORT, MANY = 96, 4  # packed: queries on average; sequences in all heads, a multiprocessor
 # How long a multiprocessor takes for a row of queries, by padded head_dim and consumers, where three take 1; and how long for a
 # tile besides, in keys that a row sees
@@ -163,24 +170,46 @@ def config_for(
     parts = kind.get("lie") is Parts and not kind["axes"] and not kind["by_list"]
     if padded == wide and variant.computed and not variant.draws and (parts or not kind):
         whole = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
-        return replace(whole, persistent=False, queries=1, sent=False, **kind) if kind else whole
+        return replace(whole, **A_BLOCK_EACH, **kind) if kind else whole
     shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
 
-def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int) -> Config:
+def of_blocks(config: Config, kv: int) -> Config:
+    """The same configuration with blocks of `kv` keys, in the shape that it has for other lengths, or that other variants
+    have. ValueError: there is no such shape."""
+    if config.kv == kv:
+        return config
+    padded = max(config.head_dim, config.value_dim)
+    own, by_length = _shape(padded, config.variant), _by_length(padded, config.variant)
+    shapes = [own, *[of[padded] for of in TABLES if padded in of]]
+    if not config.axes:  # arrays of aux take registers, which long and short sequences' tiles do not have
+        shapes = [*[own | entry for entry in by_length.values()], *shapes]
+    shape = next((one for one in shapes if one["kv"] == kv), None)
+    if shape is None:
+        raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
+    alike = config.lie is Batched and not (config.axes or config.by_list or config.unrounded or config.joins)
+    return replace(config, **USUAL | shape | ({} if alike else A_BLOCK_EACH))
+
+
+def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int, kv: int | None = None) -> Config:
     """The same configuration with fewer query rows in a tile, if otherwise much would be idle: rows of tiles, because
     sequences have few queries (`queries`, of packed ones the mean), or multiprocessors, while the last tiles are worked on.
     For full and causal attention only. pairs: how many sequences there are, counted by head. The bits stay the same, except
-    for many short sequences, whose blocks of keys become smaller."""
+    for many short sequences, whose blocks of keys become smaller, unless they must have `kv` keys."""
     if config.variant not in (FULL, CAUSAL) or config.lie not in (Batched, Packed) or config.axes or config.by_list:
         return config
     widest = max(config.head_dim, config.value_dim)
     if config.unrounded or config.joins or widest not in SMALL:
         return config
-    if queries <= (SHORT if config.lie is Packed else warpgroup.ROWS) and pairs >= MANY * processors:
-        return replace(config, **SMALL[widest])
+    small = SMALL[widest]
+    if (
+        queries <= (SHORT if config.lie is Packed else warpgroup.ROWS)
+        and pairs >= MANY * processors
+        and kv in (None, small["kv"])
+    ):
+        return replace(config, **small)
     if config.lie is not Batched:
         return config
     choices = [config]

@@ -13,7 +13,7 @@ from tiles.schema import Problem
 from tiles.targets import has_fp8
 
 from ..cache import quantize_kernels
-from ..families import choose, needs_hopper
+from ..families import PartOf, choose, kv_of, needs_hopper
 from . import ampere, block_masks, hopper, hopper_fp8, norms, transpose_values
 from . import key_block_lists as lists
 from .assembled import Assembled
@@ -135,7 +135,7 @@ def planned(
     problem: Problem,
     made: Assembled,
     return_lse: bool,
-    family: str | None,
+    family: str | PartOf | None,
     aux: Sequence[Operand] = (),
     listing: Listing | None = None,
     norm_eps: float = 0.0,
@@ -158,24 +158,13 @@ def planned(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
-    lie, where = sequences_of(problem)
-    tma, axes = choose(problem, family) == "sm_90", tuple(len(x.form.shape) for x in aux)
-    by_list = listing is not None and lie is Batched
+    where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
-    if tma and problem.dtype != "float8_e4m3fn":
-        made = made._replace(variant=in_tiles(problem, made.variant))
-    unrounded = not only_lists and problem.schema.arguments["out"].holds == "float32"
-    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
-    if lie is Batched and not (axes or by_list or unrounded):
-        kind = {}
-    if not tma and problem.dtype == "float8_e4m3fn":
-        needs_hopper(problem)
-        raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
-    config = config_of(problem, made, tma, kv_len, **kind)
+    made, config = chosen(problem, made, family, aux, listing)
     blocks = tiles_of(problem, config)[0]
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
     given = made.numbers | variant_arrays(problem)
@@ -200,6 +189,31 @@ def planned(
     return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch, give)
 
 
+def listed_keys(problem: Problem, listing: Listing | None) -> bool:
+    """Do lists say which blocks of keys a tile sees?"""
+    return listing is not None and sequences_of(problem)[0] is Batched
+
+
+def chosen(
+    problem: Problem, made: Assembled, family: str | PartOf | None, aux: Sequence[Operand], listing: Listing | None
+) -> tuple[Assembled, Shape]:
+    """(the assembled variant as the kernel takes it, the configuration of the kernel) for a problem that has queries and keys:
+    see `planned`."""
+    (lie, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
+    tma, by_list = choose(problem, family) == "sm_90", listed_keys(problem, listing)
+    if tma and problem.dtype != "float8_e4m3fn":
+        made = made._replace(variant=in_tiles(problem, made.variant))
+    written = schema.arguments["out"] if schema.written else None
+    unrounded, joins = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
+    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
+    if lie is Batched and not (axes or by_list or unrounded):
+        kind = {}
+    if not tma and problem.dtype == "float8_e4m3fn":
+        needs_hopper(problem)
+        raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
+    return made, config_of(problem, made, tma, problem("T")[0], kv_of(family), **kind)
+
+
 def in_tiles(problem: Problem, of: Variant) -> Variant:
     """The variant with its bias loaded in tiles by TMA, if that is possible: it must have 2 bytes a number, contiguous along
     the keys."""
@@ -212,8 +226,9 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
     return BiasedByTile(of.last, DTYPES[form.dtype]) if adjacent and problem.bytes_at_once("bias") == ALIGNMENT else of
 
 
-def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:
-    """The configuration for an assembled variant. tma: is it one of Hopper's kernels? kind: further fields of the Config."""
+def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, kv: int | None = None, **kind: Any) -> Shape:
+    """The configuration for an assembled variant. tma: is it one of Hopper's kernels? kv: how many keys a block must have, if
+    it matters. kind: further fields of the Config."""
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
@@ -227,9 +242,14 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind:
         config = hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
         sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
-        return hopper.fitted(config, batch * queries / sequences, kv_len, sequences * heads, gpu.processors)
+        of_sequence, pairs = batch * queries / sequences, sequences * heads
+        found = hopper.fitted(config, of_sequence, kv_len, pairs, gpu.processors)
+        if kv in (None, found.kv):
+            return found
+        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, pairs, gpu.processors, kv)
     room, piece = gpu.shared_bytes, problem.bytes_at_once()
-    return ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
+    own = ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
+    return own if kv is None else ampere.of_blocks(own, kv, room)
 
 
 def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:

@@ -83,13 +83,24 @@ def as_window(
     the same place in all sequences, and there must be no lists of blocks, neither given nor asked for. axes: how many axes
     each array of aux has."""
     listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
-    if mask is None or listed or _ragged(problem) or (ends := ends_of_mask(mask, axes)) is None:
+    if mask is None or listed or _ragged(problem):
         return mask, causal, window
-    queries, keys = problem("ST")
+    found = window_of(mask, axes, causal, window, *problem("ST"))
+    return (mask, causal, window) if found is None else (None, False, found)
+
+
+def window_of(
+    mask: Callable, axes: Sequence[int], causal: bool, window: tuple[int | None, int | None], queries: int, keys: int
+) -> tuple[int | None, int | None] | None:
+    """The window that a mask is, together with causal and another window, for so many queries and keys; None if it is more
+    than a window. axes: how many axes each array of aux has."""
+    ends = ends_of_mask(mask, axes)
+    if ends is None:
+        return None
     shift, (left, right) = keys - queries, window
     left = least(left, None if ends.left is None else ends.left + shift)
     right = least(0 if causal else right, None if ends.right is None else ends.right - shift)
-    return None, False, (left, right)
+    return left, right
 
 
 def is_ordered(problem: Problem, right: int | None) -> bool:

@@ -40,7 +40,8 @@ APART, ARRIVING = Schema("forward_apart", ARRAYS + RESULTS), Schema("forward_arr
 class Seen(NamedTuple):
     """What calls are told. keys: how many there are. first, end, second, second_end: the two spans of them, from .. to, of
     which own_k and own_v have the rows, one span behind the other; k and v have those of all others. Spans begin and end at
-    multiples of key_sources.BLOCK, or where keys end. causal, scale: as forward's."""
+    multiples of key_sources.BLOCK, or where keys end. causal, scale: as forward's. kv: how many keys a block has where one GPU
+    has all queries (families.PartOf)."""
 
     keys: int
     first: int
@@ -49,6 +50,7 @@ class Seen(NamedTuple):
     second_end: int
     causal: bool = False
     scale: float | None = None
+    kv: int | None = None
 
 
 def apart(q: Any, k: Any, v: Any, lengths_k: Any, own_k: Any, own_v: Any, seen: Seen) -> tuple[Any, Any]:
@@ -72,13 +74,21 @@ def serves(device: Any, head_dim: int, value_dim: int) -> bool:
 
 @program(APART, no_gradient=ONCE)
 def _apart(
-    problem: Problem, keys: int, first: int, end: int, second: int, second_end: int, causal: bool, scale: float | None
+    problem: Problem,
+    keys: int,
+    first: int,
+    end: int,
+    second: int,
+    second_end: int,
+    causal: bool,
+    scale: float | None,
+    kv: int | None,
 ) -> Plan:
     """How calls of this form are done."""
     needs_hopper(problem)
     check_extents(problem)
     made, (lie, where) = assembled(scale_of(problem, scale), causal), sequences_of(problem)
-    config = config_of(problem, made, True, keys, lie=lie, axes=(), by_list=False)
+    config = config_of(problem, made, True, keys, kv, lie=lie, axes=(), by_list=False)
     held = Arriving if "arrived" in problem else Apart
     config = replace(config, held=held(config.key, config.value))
     given = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}

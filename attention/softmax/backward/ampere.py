@@ -30,7 +30,7 @@ from tiles.targets import LARGE, SMALL, capability, shared_bytes
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig, padded_dim
-from .dq_order import UNORDERED, Ordered, Unordered
+from .dq_order import LAST_FIRST, UNORDERED, Ordered, Unordered
 from .dq_parts import BAND, PANEL, Direct, Held
 
 
@@ -58,7 +58,9 @@ class Config(BackwardConfig):
 
     @property
     def order(self) -> Unordered:
-        return UNORDERED if self.alone else super().order
+        if self.alone:
+            return LAST_FIRST if self.ordered else UNORDERED
+        return super().order
 
     @property
     def warps(self) -> int:

@@ -8,7 +8,7 @@ from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.schema import Problem
 
-from ...families import choose
+from ...families import PartOf, choose, name_of
 from ..assembled import Assembled
 from ..launches import DTYPES, in_tiles, sequences_of
 from ..prepared_lists import Listing
@@ -33,7 +33,7 @@ def chosen(
     problem: Problem,
     made: Assembled,
     ordered: bool,
-    family: str | None,
+    family: str | PartOf | None,
     aux: Sequence[Operand],
     listing: Listing | None,
     reads: Mapping[str, Sequence[Added]],
@@ -48,7 +48,7 @@ def chosen(
     if plain and not reads:
         if hopper_wide.serves(head_dim, variant, value_dim):
             return Choice(hopper_wide, hopper_wide.config_for(head_dim, dtype, variant, value_dim), True)
-        if not (ordered or family):  # in order parts of sequences give the bits of the whole, which may be long
+        if not (ordered or name_of(family)):  # in order parts of sequences give the bits of the whole, which may be long
             shape = ampere.short(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
     by_list = listing is not None and lie is Batched

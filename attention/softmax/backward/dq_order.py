@@ -236,4 +236,14 @@ class Heading(Turns):
             count_up(given.turns, (pair, int32(self.lines * tile + line)))
 
 
-UNORDERED = Unordered()
+@static
+class LastFirst(Unordered):
+    """The same, each block from its last tile of queries to its first, as in Ordered. For blocks that have all keys, where the
+    order matters: their dK and dV are sums in the order in which many blocks take them, each of which has some of the keys."""
+
+    @inlined
+    def nth(self, n, i):
+        return int32(n - 1 - i)
+
+
+UNORDERED, LAST_FIRST = Unordered(), LastFirst()

@@ -164,9 +164,10 @@ def decode(
     and aux. Here h may be a vector, the heads of the rows.
 
     splits: the number of parts that each sequence's keys are split into; multiprocessors work on different parts, and a
-    second launch combines them. The same splits always give the same bits. By default the keys of all sequences are divided
-    evenly, by the lengths as the device finds them: the bits of a sequence then depend on the lengths of the others. If
-    queries are packed, or caches are whole, the number of parts follows from the shapes.
+    second launch combines them. The same splits give a sequence the same bits among any other sequences, if queries are not
+    packed (then the kernel follows from how many a sequence has on average). By default the keys of all sequences are
+    divided evenly, by the lengths as the device finds them: the bits of a sequence then depend on the lengths of the others.
+    If queries are packed, or caches are whole, the number of parts follows from the shapes.
 
     out, return_lse, stream: as in forward. family: None, "sm_80", the instructions of every GPU since Ampere, or "sm_90",
     Hopper's. These serve many query tokens; they also serve few, in caches of q's dtype, by default if tokens times the
@@ -290,7 +291,7 @@ def _decode(
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
     norms = norms_of(problem, norm_eps)
     few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
-    few = few or (several and shared_out(problem, tokens, most_keys, left, family))
+    few = few or (several and splits is None and shared_out(problem, tokens, most_keys, left, family))
     if several and splits in (None, 1) and not few:
         return of_many(problem, asked, before, norms, most_keys, family, out, lse)
     return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, out, lse)

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from ranks import Waiting, compared, drawn
+from ranks import Waiting, compared, drawn, numbers
 
 import attention
 from attention import parallel
@@ -34,6 +34,11 @@ def test_bits_are_those_of_one_gpu(two):
 def bits(world):
     for length in 4096, 5001:
         compared(length, "gather", shapes=WIDE, causal=True, deterministic=True, bitwise=EVERY)
+    for length in 4703, 2443, 2560:  # parts have up to 2048 keys, for which tiles are others, and the whole has more
+        compared(length, "gather", shapes=dict(dim=64, heads=4, kv_heads=2), causal=True)
+        compared(length, "ulysses", shapes=dict(dim=64, heads=4, kv_heads=2), causal=True)
+    compared(1456, "gather", order="contiguous", shapes=WIDE, causal=True, alibi=numbers(8).abs())  # 1024 keys are as many here
+    compared(2528, "gather", shapes=WIDE, score=lambda s, b, h, i, j: s + 0.001 * (i - 2 * j))
     compared(4096, "ulysses", shapes=WIDE, causal=True, deterministic=True)  # its gradients are sums in float32
     q, k, v = drawn(8192, **WIDE)
     found = parallel.forward(*map(parallel.shard, (q, k, v)), scheme="gather", window=(1000, 0))  # its halo comes meanwhile

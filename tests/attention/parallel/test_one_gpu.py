@@ -16,12 +16,15 @@ import attention
 from attention import parallel
 
 pytestmark = pytest.mark.gpu
-WIDE = dict(dim=128, heads=8, kv_heads=4)
+WIDE, NARROW = dict(dim=128, heads=8, kv_heads=4), dict(dim=64, heads=4, kv_heads=2)
 EVERY = 0, 1, 2, 3, 4
 CASES = {
     "causal, in order": (4096, "gather", dict(causal=True, deterministic=True)),
     "uneven, in order": (5001, "gather", dict(causal=True, deterministic=True)),
     "causal": (4096, "gather", dict(causal=True)),
+    "parts of few keys": (4703, "gather", dict(causal=True)),
+    "joined parts of few keys": (2560, "gather", dict(causal=True)),
+    "a score": (2528, "gather", dict(score=lambda s, b, h, i, j: s + 0.001 * (i - 2 * j))),
     "a window": (5001, "gather", dict(window=(1000, 0))),
     "heads": (4096, "ulysses", dict(causal=True)),
     "documents by a mask": (4096, "gather", dict(causal=True, mask=lambda b, h, i, j, docs: docs[i] == docs[j])),
@@ -55,8 +58,9 @@ def test_forward_and_gradients(name, world):
             told[array] = torch.tensor(told[array], device="cuda", dtype=of)
     learned = ["sink"] if "sink" in told else []
     bitwise = () if scheme == "ring" else EVERY if told.get("deterministic") else (0, 1)
+    shapes = NARROW if "few keys" in name else WIDE
     for asked in ({}, dict(memory=1)) if scheme == "ring" else ({},):
-        compared(world, length, scheme, "cuda", shapes=WIDE, bitwise=bitwise, learned=learned, asked=asked, **told)
+        compared(world, length, scheme, "cuda", shapes=shapes, bitwise=bitwise, learned=learned, asked=asked, **told)
 
 
 @pytest.mark.parametrize("name", ["linear", "delta_rule", "delta_rule without decays", "mamba2"])

@@ -24,7 +24,7 @@ from attention.parallel.peers import Pending
 from attention.parallel.recurrent import Delta
 from attention.parallel.ring import Ring
 from attention.recurrent import chunks
-from attention.softmax import shared_out
+from attention.softmax import hopper, shared_out
 
 OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
 
@@ -51,8 +51,7 @@ def test_ranks_without_tokens(order):
     st.sampled_from(OPTIONS), st.integers(0, 99),
 )  # fmt: skip
 def test_any_length(length, world, scheme, order, options, seed):
-    """gather and ulysses are bitwise what one gives; with up to 64 columns not where one sees the end of a window, and a rank
-    does not: docs/parallel.md."""
+    """gather and ulysses are bitwise what one gives."""
     q, k, v = drawn(length, world if scheme == "ulysses" else 2, world if scheme == "ulysses" else 1, dim=80, seed=seed)
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
     told = dict(options, scheme=scheme, order=order, length=length, return_lse=True)
@@ -80,8 +79,11 @@ def test_few_queries_of_a_rank_take_the_kernels_of_all(monkeypatch):
 
 
 @pytest.mark.parametrize(("dim", "options"), [(64, {}), (128, dict(softcap=5.0))])
-def test_parts_have_the_blocks_of_keys_of_the_whole(dim, options):
-    """Where short sequences have smaller blocks, too, or those of few registers: the same bits."""
+def test_parts_have_the_blocks_of_keys_of_the_whole(monkeypatch, dim, options):
+    """Where short sequences have smaller blocks, too, or those of few registers: the same bits. Here all that have fewer keys
+    than the whole are short: that is what 2048 keys are."""
+    short, *longer = hopper.BY_LENGTH[64, True].values()
+    monkeypatch.setitem(hopper.BY_LENGTH, (64, True), {300.5: short, 301.5: longer[0]})
     q, k, v = drawn(330, 1, 1, dim=dim)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True, **options)
     told = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
@@ -108,6 +110,34 @@ def test_a_window_is_begun_before_keys_come(monkeypatch, order, world):
                 rows = [n for span in spans for n in range(*span)]
                 assert torch.equal(its, y[:, rows] if axis == 1 else y[:, :, rows])
     assert len(turns) == 2 * world and all([2 * computed(turn[0]) >= 1024 and turn[0].way is None for turn in turns])
+
+
+@pytest.mark.parametrize(("scheme", "world"), [("gather", 2), ("gather", 3), ("ulysses", 2), ("ring", 3)])
+def test_what_no_query_sees_reaches_nothing(scheme, world):
+    """NaN in the last rank's tokens, which no causal query of the others sees, and in a document that begins in the middle of a
+    share, from which the others' gradients stay free. (Heads of all tokens multiply it by 0 within a tile, as one GPU does.)"""
+    q, k, v = (x[:, :, :2].contiguous() for x in drawn(190, 2, 2))
+    bad = [x.clone() for x in (q, k, v)]
+    ((*_, last),) = ORDERS["contiguous"].spans(190, world)[-1:]
+    documents = dict(cu_seqlens=torch.tensor([0, 40, 131, 190], dtype=torch.int32))
+    for told, first in ((documents, 131), *[(dict(causal=True), last.start)] * (scheme != "ulysses")):
+        for x, clean in zip(bad, (q, k, v)):
+            x.copy_(clean)[:, first:] = torch.nan
+        whole = {"order": "contiguous", "scheme": scheme, "length": 190}
+
+        def rank(peers, told=told, whole=whole):
+            found = []
+            for arrays in (q, k, v), bad:
+                mine = [share(x, peers).requires_grad_() for x in arrays]
+                with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                    out = parallel.forward(*mine, group=peers, **whole, **told)
+                    grads = torch.autograd.grad(out, mine, share(arrays[0], peers)) if "cu_seqlens" in told else []
+                found.append([out.detach(), *grads])
+            return found
+
+        for clean, dirty in zip(*[[torch.cat(x, 1) for x in zip(*its)] for its in zip(*together(world, rank))]):
+            assert torch.equal(clean[:, :first], dirty[:, :first]) and torch.isfinite(clean).all()
+            assert dirty[:, first:].isnan().any()
 
 
 def computed(turn):
@@ -163,6 +193,19 @@ def test_ranks_whose_losses_are_of_different_results(scheme, in_order):
         rows = [n for span in its for n in range(*span)]
         for x, y in zip(found, wanted):
             assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
+
+
+def test_sums_are_in_the_order_of_ranks():
+    """Wherever they are taken, and whatever arrives first."""
+    parts = torch.tensor([1e8, 1.0, -1e8, 3.0])
+    cuts = tuple([moves.Cut((Span(rank, rank + 1),), Span(0, 1)) for rank in range(4)])
+    every = (moves.Cut((Span(0, 4),), Span(0, 1)),) * 4
+
+    def rank(peers):
+        x = parts[peers.rank].expand(1, 4, 1, 1).contiguous()
+        return moves.gathered_sums(peers, (x, moves.way(peers.rank, every, cuts)))[0].item()
+
+    assert together(4, rank) == [((parts[0] + parts[1]) + parts[2] + parts[3]).item()] * 4
 
 
 IN_TURNS = {

@@ -188,12 +188,30 @@ def test_layouts_and_strides(place):
 
 def test_a_given_split_has_the_same_bits_always(place):
     """Alone, and among others in a cache with more room; that much more splits change no more than rounding."""
-    q, k, v = case((100, 200))
-    one, _ = agree(place, q, k, v, (100, 200), splits=3)
-    again, _ = agree(place, q[:1], k[:1, :100], v[:1, :100], (100,), splits=3)
-    np.testing.assert_array_equal(one[:1], again)
+    q, k, v = case((384, 200))
+    several = agree(place, q, k, v, (384, 200), splits=3)
+    alone = agree(place, q[:1], k[:1, :384], v[:1, :384], (384,), splits=3)
+    for x, y in zip(several, alone):
+        np.testing.assert_array_equal(x[:1], y)
     for parts in (1, 2, 7):
-        agree(place, q, k, v, (100, 200), splits=parts)
+        agree(place, q, k, v, (384, 200), splits=parts)
+
+
+def test_a_given_split_has_the_same_kernel_always(monkeypatch):
+    """Whatever other sequences there are, and however many keys there is room for: planned for many, without a device."""
+    torch = pytest.importorskip("torch")
+    from planned_launches import GPUS, made, noted
+
+    def kernels(gpu, batch, room, tokens, heads, dim, parts):
+        q, k = (made((batch, n, h, dim), "bfloat16") for n, h in zip((tokens, room), heads))
+        with noted(monkeypatch, gpu) as found:
+            attention.decode(q, k, k, lengths=torch.full((batch,), room), splits=parts)
+        return [(type(x.config), x.config.kv, x.told.get("splits")) for x in found if hasattr(x.config, "kv")]
+
+    heads, dims = ((8, 1), (8, 2), (4, 4)), (64, 128, 256)
+    for gpu, tokens, h, dim, parts in itertools.product(GPUS, (1, 4, 40, 200), heads, dims, (1, 3)):
+        one, *others = [kernels(gpu, *of, tokens, h, dim, parts) for of in ((1, 5000), (64, 5000), (2, 300))]
+        assert all([other == one for other in others]), f"{tokens} tokens, {h} heads of {dim}, splits={parts}: {one} {others}"
 
 
 def test_parts_that_nobody_wrote(monkeypatch):

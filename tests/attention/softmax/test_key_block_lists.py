@@ -66,6 +66,18 @@ def test_as_compiled(as_compiled):
     agree(OnInterpreter(), *inputs(1, 20, 80, 1, 1, 64), family="sm_80", blocks=block_mask(drawn(1, 1, 2, 3), 32), mask=odd)
 
 
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(250, 0))], ids=str)
+def test_lists_have_the_order_of_what_is_computed(place, family, options):
+    """The same bits: blocks that the mask cuts from the last one on, and then the others."""
+    q, k, v = (place.put(x) for x in inputs(1, 500, 500, 1, 1, 128))
+    far = options.get("window", (10**6, 0))[0]
+    mask = lambda b, h, i, j, zero: (j <= i + zero[j]) & (j >= i - far)  # that it is a window nobody can know
+    wanted = attention.forward(q, k, v, family=family, return_lse=True, **options)
+    listed = attention.forward(q, k, v, family=family, return_lse=True, mask=mask, aux=(place.put(np.zeros(500, np.int32)),))
+    for x, y in zip(listed, wanted):
+        np.testing.assert_array_equal(place.get(x), place.get(y))
+
+
 READY = {  # what lists are made of, which need not be read again: shared by batches and heads, or not; of blocks, or not
     "shared": dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(np.arange(240) // 50,), window=(None, 30)),
     "each its own": dict(mask=lambda b, h, i, j: (j + 40 * h) % 70 > 30 * b, causal=True, softcap=2.0),

@@ -1,0 +1,246 @@
+"""In which blocks, and in which order, launches take the keys of each query: on one GPU, and on ranks.
+
+Only planners run (planned_launches.py). What decides the bits of a result is the family, the keys of a block, and the order in
+which a query comes to the blocks that it sees; blocks of which it sees nothing change no bit."""
+
+import contextlib
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import planned_launches
+import torch
+from planned_launches import PlannedLaunch, form_of
+
+import attention
+from attention.parallel import gather, gather_in_order, pieces, plans, softmax, ulysses, whole
+from attention.parallel.moves import Moving
+from attention.parallel.orders import Span, order_of
+from attention.parallel.peers import Peers, Pending
+from attention.softmax import sequences
+from attention.softmax.backward.base_config import BackwardConfig
+from attention.softmax.base_config import BaseConfig
+from attention.softmax.variants import At
+from tiles.arrays import Array
+
+EACH = 16  # every 16th query is looked at, for its neighbours see the same blocks
+
+
+class SilentRank(Peers):
+    """A rank whose messages go nowhere."""
+
+    def exchange(self, sends, receives):
+        return Pending(())
+
+
+@contextlib.contextmanager
+def noted(monkeypatch, gpu):
+    """What is planned inside, also by ranks: see planned_launches.noted."""
+    with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
+        for module in plans, whole:
+            patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
+        patched.setattr(pieces, "lengths_of", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
+        yield found
+
+
+class Places:
+    """Which rows of the whole each array's rows are: known of arrays that are noted, and of all their views."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def note(self, x, spans):
+        """x has the rows of these spans, one behind the other."""
+        self.rows[x.untyped_storage()._cdata] = np.concatenate([np.arange(0), *[np.arange(*span) for span in spans]]), x
+        return x
+
+    def of(self, x):
+        """The rows of a view of an array that was noted."""
+        rows, every = self.rows[x.untyped_storage()._cdata]
+        first = x.storage_offset() // every.stride(1) if every.stride(1) else 0
+        return rows[first : first + x.shape[1]]
+
+
+def drawn(spans, keys, problem):
+    """q, k and v with the rows of these spans, without memory."""
+    heads, kv_heads, dims, dtype = problem.heads, problem.kv_heads, problem.dims, problem.dtype
+    shapes = (spans, heads, dims[0]), (keys, kv_heads, dims[0]), (keys, kv_heads, dims[1])
+    made = [torch.empty((problem.batch, sum(map(len, of)), h, d), dtype=dtype, device="meta") for of, h, d in shapes]
+    return made, (spans, keys, keys)
+
+
+class WholeCall(NamedTuple):
+    """A call on a whole sequence. options: those of attention.forward; a bias is the whole. seen: (queries, keys), which keys a
+    mask in Python lets a query see; None if there is none."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    dims: tuple
+    options: dict
+    keys: int = 0
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    seen: object = None
+
+    @property
+    def length_k(self):
+        return self.keys or self.length
+
+
+class NotedLaunch(NamedTuple):
+    """A launch; the rows of the whole that its queries and its keys are; and whether its keys are a rank's own share."""
+
+    launch: PlannedLaunch
+    rows: np.ndarray
+    keys: np.ndarray
+    of_own_keys: bool = False
+
+
+def of_forward(monkeypatch, gpu, problem):
+    """Every launch of attention as NotedLaunch, of the call on one GPU."""
+    with noted(monkeypatch, gpu) as found:
+        arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
+        attention.forward(*arrays, **problem.options, return_lse=True)
+    rows = np.arange(problem.length), np.arange(problem.length_k)
+    return [NotedLaunch(one, *rows) for one in found if isinstance(one.config, BaseConfig)]
+
+
+def of_backward(monkeypatch, gpu, problem):
+    """The same of its gradients, in order."""
+    with noted(monkeypatch, gpu) as found:
+        arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
+        out, lse = results(*arrays)
+        attention.backward(out, *arrays, out, lse, **problem.options, deterministic=True)
+    rows = np.arange(problem.length), np.arange(problem.length_k)
+    return [NotedLaunch(one, *rows) for one in found if isinstance(one.config, BackwardConfig)]
+
+
+def results(q, k, v):
+    """Where out and lse of these would be."""
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", back=False):
+    """The same of each rank; back: of gradients in order."""
+    order = order_of(order)
+    queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
+    found = []
+    for rank in range(world):
+        peers, places = SilentRank(None, rank, world, tuple(range(world))), Places()
+        with noted(monkeypatch, gpu) as its, _moved(monkeypatch, places):
+            arrays, spans = drawn(queries[rank], keys[rank], problem)
+            for x, of in zip(arrays, spans):
+                places.note(x, of)
+            told = problem.options | ({"deterministic": True} if back else {})
+            if "bias" in told and told["bias"].shape[2] > 1:
+                bias = told["bias"]
+                told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
+            _, plan = plans.planned((peers,), (scheme, order, problem.length, problem.length_k, None), *arrays, told)
+            its.clear()
+            plan.scheme.attend(*arrays, plan.call(*arrays, told))
+            if back:
+                out, lse = results(*arrays)
+                softmax._differentiate(plan, out, *arrays, out, lse, told, ["q", "k", "v"])
+        for one in its:
+            if isinstance(one.config, BackwardConfig if back else BaseConfig):
+                k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
+                own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
+                assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
+                found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, own))
+    return found
+
+
+@contextlib.contextmanager
+def _moved(monkeypatch, places):
+    """Arrays that would be on their way are made, and where their rows belong is noted."""
+    real = {module: module.way for module in (gather, gather_in_order, ulysses)}
+    wanted = {}
+
+    def way(of):
+        def found(rank, sources, targets):
+            its = of(rank, sources, targets)
+            wanted[id(its)] = targets[rank]
+            return its
+
+        return found
+
+    def move(peers, *routes):
+        made = [x if its.nothing else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
+        for x, (_, its) in zip(made, routes):
+            places.note(x, wanted[id(its)].spans)
+        return Moving(made, Pending(()), [])
+
+    with monkeypatch.context() as patched:
+        for module, of in real.items():
+            patched.setattr(module, "way", way(of))
+            patched.setattr(module, "move", move)
+        yield
+
+
+def key_orders(noted, problem, each=EACH):
+    """{query: (the first keys of blocks that it sees, in the order in which they are taken)} of every `each`-th query of a
+    launch, of one head."""
+    (config, arrays, told), rows, keys, _ = noted
+    given, found = SimpleNamespace(**{name: x for name, x in told.items() if isinstance(x, (int, float))}), {}
+    for query, queries, key, n in _sequences(config, told, arrays):
+        for tile in range(0, queries, config.rows):
+            mine = rows[query + tile : query + min(queries, tile + config.rows)]
+            at = At(0, 0, tile, n - queries, queries, n, given, (), 0)
+            if config.by_list:
+                blocks = _listed(config, mine, keys[key : key + n], problem)
+            else:
+                its = config.tiling.key_blocks(tile, at)
+                blocks = [int(config.tiling.key(its, i, at)) for i in range(int(its.n))]
+            starts = np.array([at for at in blocks if at < n], int)
+            first, last = keys[key + starts], keys[key + np.minimum(n, starts + config.kv) - 1]
+            mine = mine[mine % each == 0]
+            for row, low, high in zip(mine, *visible(problem, mine)):
+                sees = (first < high) & (last >= low)
+                if problem.seen is not None:
+                    sees &= [problem.seen[row, a : b + 1].any() for a, b in zip(first, last)]
+                found[int(row)] = tuple(first[sees].tolist())
+    return found
+
+
+def _listed(config, rows, keys, problem):
+    """The key blocks that lists of a tile name, in their order: partly seen ones first, both from the last on."""
+    low, high = visible(problem, rows)
+    j = keys[None]
+    seen = problem.seen[np.ix_(rows, keys)] & (j >= low[:, None]) & (j < high[:, None])
+    some, every = [], []
+    for start in range(0, len(keys), config.kv)[::-1]:
+        part = seen[:, start : start + config.kv]
+        if part.any():
+            (every if part.all() and part.shape == (config.rows, config.kv) else some).append(start)
+    return some + every
+
+
+def visible(problem, rows):
+    """From which key on, and before which, each query sees keys, by causal, window and the ends of sequences."""
+    options, shift = problem.options, problem.length_k - problem.length
+    left, right = options.get("window") or (None, None)
+    right = 0 if options.get("causal") else right
+    low, high = np.zeros(len(rows), int), np.full(len(rows), problem.length_k)
+    if "cu_seqlens" in options:
+        ends = options["cu_seqlens"].numpy()
+        number = np.searchsorted(ends, rows, "right") - 1
+        low, high = ends[number], ends[number + 1]
+    if right is not None:
+        high = np.minimum(high, rows + shift + right + 1)
+    if left is not None:
+        low = np.maximum(low, rows + shift - left)
+    return low, high
+
+
+def _sequences(config, told, arrays):
+    """[(first query, how many, first key, how many)] of each sequence of a launch, of one batch."""
+    if issubclass(config.lie, sequences.Packed):
+        ends = arrays["cu_seqlens"].tolist()
+        ends_k = ends if arrays.get("cu_seqlens_k") is None else arrays["cu_seqlens_k"].tolist()
+        return [(a, b - a, c, d - c) for a, b, c, d in zip(ends, ends[1:], ends_k, ends_k[1:])]
+    if config.lie is sequences.Parts:
+        return [(told["q_len"] * n, told["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())]
+    if config.lie is sequences.InUse:
+        return [(0, told["q_len"], 0, int(arrays["lengths_k"][0]))]
+    return [(0, told["q_len"], 0, told["kv_len"])]
