@@ -66,8 +66,8 @@ class Config(BaseConfig):
 
     @property
     def masks_second(self):
-        """Is the second key block masked, although it lies within the sequence? Full attention in tiles of 160 keys otherwise has
-        a single loop, in which ptxas 13.5 keeps two numbers a thread in local memory; with two loops it finds registers."""
+        """Is the second key block masked, although it lies within the sequence? Full attention in tiles of 160 keys otherwise
+        has a single loop, in which ptxas 13.5 keeps two numbers a thread in local memory; with two it finds registers."""
         return (self.value_dim, self.kv, self.variant) == (128, 160, FULL)
 
     @property

@@ -136,12 +136,12 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
             if "bias" in told and told["bias"].shape[2] > 1:
                 bias = told["bias"]
                 told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
-            _, plan = plans.planned((peers,), (scheme, order, problem.length, problem.length_k, None), *arrays, told)
+            _, plan = plans.planned((peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, told)
             its.clear()
             plan.scheme.attend(*arrays, plan.call(*arrays, told))
             if back:
                 out, lse = results(*arrays)
-                softmax._differentiate(plan, out, *arrays, out, lse, told, ["q", "k", "v"])
+                softmax._differentiate(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
                 k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
