@@ -1,0 +1,124 @@
+"""Poison: whatever a kernel must not read is NaN, in every test of attention from this one place.
+
+- `poisoned`, `spoiled`, `only`: arrays of it, with it, and with it everywhere else. Each byte is 0xFF: a NaN in every float
+  dtype that the library takes, -1 in integers.
+- `edges`: the lengths around the edges of tiles and pages. Sizes come from a kernel's Config, so they follow it.
+- `in_pages`: keys in pages of a pool that holds nothing but poison elsewhere. Table entries of no use are no page's number.
+- `Packing`: sequences of given lengths, each between neighbours of which everything is poison (and the log-sum-exp far below
+  any of ours, so that a weight that counts one by mistake is not finite), with tokens behind the last that belong to nobody.
+- `unaligned`: the same elements at other addresses, poison between the rows.
+- `poison_new_memory`: what the library allocates, results and scratch memory, holds poison. tests/attention/conftest.py calls
+  it for every test.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from tiles.frameworks import Kind, Torch
+
+BYTE = 0xFF
+FAR_LSE = -509.0  # of a neighbour's row: exp(score + 509) is no float32
+
+
+def poisoned(shape: Any, dtype: Any) -> np.ndarray:
+    """Poison everywhere."""
+    return _filled(np.empty(shape, dtype))
+
+
+def _filled(x: Any) -> Any:
+    """An array of NumPy or torch, C-ordered, filled with poison."""
+    if isinstance(x, np.ndarray):
+        x.reshape(-1).view(np.uint8)[:] = BYTE
+    elif x.numel():
+        import torch
+
+        x.view(-1).view(torch.uint8).fill_(BYTE)
+    return x
+
+
+def spoiled(x: np.ndarray, where: Any) -> np.ndarray:
+    """A copy with poison at this index, which may be a mask of the leading axes."""
+    x = x.copy()
+    x[where] = poisoned((), x.dtype)
+    return x
+
+
+def only(x: np.ndarray, where: Any) -> np.ndarray:
+    """A copy with poison everywhere but at this index."""
+    found = poisoned(x.shape, x.dtype)
+    found[where] = x[where]
+    return found
+
+
+def edges(*sizes: int, most: float = np.inf) -> list[int]:
+    """0, 1, and one less than each of these sizes, the size, and one more, up to `most`: ascending."""
+    around = {0, 1, *(size + by for size in sizes for by in (-1, 0, 1))}
+    return sorted(n for n in around if 0 <= n <= most)
+
+
+def in_pages(
+    arrays: Sequence[np.ndarray], lengths: Sequence[int], size: int, first: Sequence[int] | None = None
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """(the pools, the table) of sequences (batch, row, ...) in pages of `size` rows, which lie in any order. The first rows,
+    before `first` of each sequence, are in no page either: a server has given those pages away."""
+    begins = first or [0] * len(lengths)
+    used = [range(begin // size, -(-n // size) if n > begin else begin // size) for begin, n in zip(begins, lengths)]
+    numbers = iter(np.random.default_rng(3).permutation(sum(map(len, used)) + 2))
+    table = np.full((len(lengths), -(-arrays[0].shape[1] // size) + 1), -7, np.int32)
+    pools = [poisoned((sum(map(len, used)) + 2, size, *x.shape[2:]), x.dtype) for x in arrays]
+    for b, (begin, n) in enumerate(zip(begins, lengths)):
+        for page in used[b]:
+            table[b, page] = number = next(numbers)
+            rows = slice(max(size * page, begin), min(size * (page + 1), n))
+            for pool, x in zip(pools, arrays):
+                pool[number, rows.start - size * page : rows.stop - size * page] = x[b, rows]
+    return pools, table
+
+
+class Packing:
+    """Sequences of these lengths, one behind the other in one batch, with a neighbour before, between and behind them.
+
+    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences. which:
+    the numbers of the sequences among all. Behind the last neighbour come `nobodys` tokens of no sequence."""
+
+    def __init__(self, lengths: Sequence[int], neighbour: int = 1, nobodys: int = 3):
+        every = [neighbour, *(n for length in lengths for n in (length, neighbour))]
+        self.ends = np.array([0, *accumulate(every)], np.int32)
+        self.alone = np.array([0, *accumulate(lengths)], np.int32)
+        self.which = slice(1, len(every), 2)
+        self.mine = np.repeat([*(np.arange(len(every)) % 2 == 1), False], [*every, nobodys])
+        self.nobodys = slice(int(self.ends[-1]), int(self.ends[-1]) + nobodys)
+
+    def spread(self, x: np.ndarray, axis: int = 1, fill: float | None = None) -> np.ndarray:
+        """Rows of the sequences alone, along an axis, at their places; everything else is poison, or `fill`."""
+        shape = (*x.shape[:axis], self.mine.size, *x.shape[axis + 1 :])
+        found = poisoned(shape, x.dtype) if fill is None else np.full(shape, fill, x.dtype)
+        found[(slice(None),) * axis + (self.mine,)] = x
+        return found
+
+    def gather(self, x: np.ndarray, axis: int = 1) -> np.ndarray:
+        """The rows of the sequences alone."""
+        return np.compress(self.mine, x, axis)
+
+
+def unaligned(x: np.ndarray, elements: int, behind: int = 0) -> np.ndarray:
+    """The same elements: the array begins so many elements behind a multiple of 16 bytes, its strides are odd multiples of as
+    many (`behind` more, if said), and poison lies between its rows. `.base` has the poison."""
+    width = x.shape[-1] + elements + behind
+    room = poisoned((*x.shape[:-1], width), x.dtype)
+    room[..., elements : elements + x.shape[-1]] = x
+    return room[..., elements : elements + x.shape[-1]]
+
+
+def poison_new_memory(monkeypatch: Any, kind: type[Kind] = Kind) -> None:
+    """From here on what the library allocates holds poison: of NumPy's arrays, or of torch's (kind=Torch)."""
+    maker = kind.maker
+
+    def filling(self, home, shape, dtype):
+        make = maker(self, home, shape, dtype)
+        return (lambda: _filled(make())) if kind is Torch or home is None else make
+
+    monkeypatch.setattr(kind, "maker", filling)
