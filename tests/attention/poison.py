@@ -2,6 +2,7 @@
 
 - `poisoned`, `spoiled`, `only`: arrays of it, with it, and with it everywhere else. Each byte is 0xFF: a NaN in every float
   dtype that the library takes, -1 in integers.
+- `unseen`: q, k and v with poison in what no query sees, by the formula.
 - `edges`: the lengths around the edges of tiles and pages. Sizes come from a kernel's Config, so they follow it.
 - `in_pages`: keys in pages of a pool that holds nothing but poison elsewhere. Table entries of no use are no page's number.
 - `Packing`: sequences of given lengths, each between neighbours of which everything is poison (and the log-sum-exp far below
@@ -17,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from attention.reference.scores import Variant
+from attention.reference.softmax import sequences_of
 from tiles.frameworks import Kind, Torch
+from tiles.schema import ORDER
 
 BYTE = 0xFF
 FAR_LSE = -509.0  # of a neighbour's row: exp(score + 509) is no float32
@@ -51,6 +55,35 @@ def only(x: np.ndarray, where: Any) -> np.ndarray:
     found = poisoned(x.shape, x.dtype)
     found[where] = x[where]
     return found
+
+
+MASKING = "causal", "window", "mask", "aux", "blocks"
+
+
+def unseen(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "bshd", cu_seqlens: Any = None, cu_seqlens_k: Any = None,
+    lengths_k: Any = None, block: int | None = None, **options: Any,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Copies of q, k and v (attention.forward's, as its options say) with poison in the queries and keys of no sequence, in the
+    keys before the first and behind the last that any query of their sequence sees with one of the heads that share them. block:
+    and between these in every block of so many keys of which none is seen."""
+    axes = np.argsort(ORDER[layout])
+    variant = Variant(**{name: options[name] for name in MASKING if name in options}).of(np.float64)
+    found = [poisoned(x.transpose(axes).shape, x.dtype) for x in (q, k, v)]
+    heads, kv_heads = found[0].shape[2], found[1].shape[2]
+    lies = found[0].shape, found[1].shape, cu_seqlens, cu_seqlens_k, lengths_k
+    for b, place, queries, keys in sequences_of(*lies):
+        found[0][place, queries] = q.transpose(axes)[place, queries]
+        i, j = np.arange(queries.stop - queries.start)[:, None], np.arange(keys.stop - keys.start)[None]
+        for head in range(kv_heads):
+            its = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+            seen = np.flatnonzero(np.any([variant.seen(b, h, i, j, j.size - i.size).any(0) for h in its], 0))
+            if seen.size:
+                rows = np.arange(seen[0], seen[-1] + 1)
+                rows = keys.start + (rows if block is None else rows[np.isin(rows // block, seen // block)])
+                for made, x in zip(found[1:], (k, v)):
+                    made[place, rows, head] = x.transpose(axes)[place, rows, head]
+    return tuple(x.transpose(axes) for x in found)
 
 
 def edges(*sizes: int, most: float = np.inf) -> list[int]:

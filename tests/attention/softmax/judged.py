@@ -5,6 +5,7 @@ from copy import copy
 
 import numpy as np
 from places import BF16
+from poison import poisoned, unseen
 
 import attention
 from attention import reference
@@ -47,11 +48,6 @@ def weights_of(heads, dim):
     }
 
 
-def poisoned(shape, dtype):
-    """NaN everywhere."""
-    return np.full(shape, np.nan, dtype)
-
-
 def there(place, options):
     """Options whose arrays lie where the test runs."""
     put = {name: place.put(options[name]) for name in ARRAYS if hasattr(options.get(name), "shape")}
@@ -62,14 +58,13 @@ def there(place, options):
     return options | put | {n: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for n, x in several.items()}
 
 
-def agree(place, q, k, v, *, family=None, known=None, **options):
-    """Run and judge by the rule: out and lse against float64, no NaN, every element written. known: the same k and v without
-    what may not be read, for the formula."""
+def agree(place, q, k, v, *, family=None, block=None, **options):
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written. What no query sees is poison;
+    block: see there."""
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     given = there(place, options) | ({} if family is None else {"family": family})
-    got, lse = attention.forward(place.put(q), place.put(k), place.put(v), out=out, return_lse=True, **given)
+    got, lse = attention.forward(*map(place.put, unseen(q, k, v, block=block, **options)), out=out, return_lse=True, **given)
     assert got is out
-    k, v = known or (k, v)
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, low_lse = reference.forward_low(q, k, v, **options)
     cap = options.get("softcap") or 0.0

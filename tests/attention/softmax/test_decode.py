@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import draw, poisoned
+from judged import draw
 from judged_decode import FP8, agree, case, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from poison import poisoned
 
 import attention
 from attention import reference
 from attention.softmax.decode import ampere, decode, hopper, launches, splits
-from tiles.frameworks import Kind
 
 FP16 = np.dtype(np.float16)
 EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
@@ -195,9 +195,8 @@ def test_a_given_split_has_the_same_bits_always(place):
         agree(place, q, k, v, (100, 200), splits=parts)
 
 
-def test_parts_that_nobody_wrote(monkeypatch):
+def test_parts_that_nobody_wrote():
     """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
-    monkeypatch.setattr(Kind, "maker", lambda self, home, shape, dtype: lambda: np.full(shape, np.nan, dtype))
     agree(OnInterpreter(), *case((3, 67), head_dim=88, room=210), (3, 67), splits=3)
 
 
