@@ -20,7 +20,7 @@ from ops import divmod, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
-from tiles.layout import LANES
+from tiles.layout import LANES, WARPGROUP
 
 from .base_config import BaseConfig, in_pages
 from .online import Softmax
@@ -118,7 +118,7 @@ def make(config: Config):
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
     PREPARES = variant.prepares
-    STAGES, UNROUNDED, JOINS = config.stages, config.unrounded, config.joins
+    STAGES, UNROUNDED, JOINS, GROUPS = config.stages, config.unrounded, config.joins, config.warps // WARPGROUP
     OUTPUT = array(4, fp32 if UNROUNDED else INPUT)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
@@ -186,6 +186,7 @@ def make(config: Config):
                 s = variant.score(s, at, key)
                 if i < every.cut:
                     s = tiling.mask(s, at, key)
+                    tiling.clear_unseen(values, key, at, GROUPS)
                 below = variant.below(s, at, key)
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under

@@ -51,12 +51,13 @@ class ByProducer:
         values.copied.fill(j, gV, (own.batch, own.key + key, head))
 
     @inlined
-    def turn(self, values, j, sequences, keys):
-        """Done by the producer: transpose tile j for the consumers. keys: how many of the first tile's keys belong to the
-        sequence."""
+    def turn(self, values, j, sequences, keys, tiling, key, at):
+        """Done by the producer: transpose tile j, whose first key in the sequence is `key`, for the consumers. keys: how many
+        of the first tile's keys belong to the sequence."""
         tile = values.copied.wait(j)
         if j == 0:
             sequences.clear(tile, keys, 1)
+        tiling.clear_unseen(tile, key, at, 1)
         warpgroup.transpose_zipped(values.turned.claim(j), tile)
         values.turned.publish(j, fenced=True)
         values.copied.release(j)
@@ -86,5 +87,5 @@ class Before(ByProducer):
         values.turned.fill(j, gV, (own.batch, head, 0, int32(key // values.turned.tile.cols)))
 
     @inlined
-    def turn(self, values, j, sequences, keys):
+    def turn(self, values, j, sequences, keys, tiling, key, at):
         """See ByProducer. Nothing is left to do."""

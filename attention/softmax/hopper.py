@@ -426,6 +426,8 @@ def make(config: Config):
                     for i in range(int32(first + 1), int32(first + cut)):
                         key = tiling.key(every, i - j, at)
                         p, seen = cut_step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
+                    if tiling.unseen(key, at) > 0:  # the first keys are the last that the mask cuts
+                        tiling.clear_unseen(v.wait(first + cut - 1), key, at, CONSUMERS)
                     for i in range(int32(first + cut), end):
                         key = tiling.key(every, i - j, at)
                         p, seen = step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)

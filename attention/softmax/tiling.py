@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import exp2, rasterize, right_fill
+from ops import exp2, rasterize, right_fill, warpgroup
 from tiles import inlined, static
 from tiles.lengths import follows
 
@@ -111,6 +111,23 @@ class Tiling:
             on_right, inner = blocks.n - 1 - i, blocks.n - 1 - i + blocks.cut - blocks.right
             block = on_right if i < blocks.right else blocks.cut - 1 - i if i < blocks.cut else inner
             return int32((blocks.first + block) * self.kv)
+
+    @inlined
+    def unseen(self, key, at):
+        """How many of the keys from `key` on no query of the sequence sees, because all windows begin behind them; 0 or less if
+        there are none."""
+        if self.variant.from_first:
+            return int32(0)
+        else:
+            return int32(self.variant.keys(0, at.queries - 1, at).first - key)
+
+    @inlined
+    def clear_unseen(self, tile, key, at, groups):
+        """Zero these keys in a shared tile, whose first key is `key`: a weight of 0 does not make up for a NaN. Done by the
+        block's first `groups` warpgroups together."""
+        ahead = self.unseen(key, at)
+        if ahead > 0:
+            warpgroup.zero_first_rows(tile, ahead, groups)
 
     @inlined
     def score(self, s, at, key):

@@ -102,6 +102,7 @@ def make(config: Config):
         """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
+        tiling.clear_unseen(v.wait(n), key, at, CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), v.wait(n))
         numbers = int32(2 * OTHERS * (at.row // OTHERS) + at.row % OTHERS)
         lse = load(gSums, S.col_vec, (at.batch, at.head, numbers))

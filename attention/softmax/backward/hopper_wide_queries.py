@@ -136,8 +136,12 @@ def make(config: Config):
             delta = load(gSums, S.col_vec, (batch, head, int32(first + mine + EACH)))
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
             for j in range(every.n):
-                cut = j < every.cut
-                s, dq = step(j, s, dq, cut, (q, do, k, v), here, tiling.key(every, j, at), lse, delta, scale)
+                cut, key = j < every.cut, tiling.key(every, j, at)
+                if tiling.unseen(key, at) > 0:
+                    warpgroup.sync_several(CONSUMERS)  # both have their scores of these keys
+                    tiling.clear_unseen(k.wait(j), key, at, CONSUMERS)
+                    tiling.clear_unseen(v.wait(j), key, at, CONSUMERS)
+                s, dq = step(j, s, dq, cut, (q, do, k, v), here, key, lse, delta, scale)
             warpgroup.store(gDQ, INPUT(dq * unit), (own.batch, first, head, 0), 1, 3, True)
 
     return attend, smem
