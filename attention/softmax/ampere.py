@@ -24,6 +24,7 @@ from tiles.layout import LANES, WARPGROUP
 
 from .base_config import BaseConfig, in_pages
 from .online import Softmax
+from .tiling import clear_ahead, clear_behind
 from .variants import At, Variant
 from .visible_keys import CAUSAL, FULL
 
@@ -186,7 +187,10 @@ def make(config: Config):
                 s = variant.score(s, at, key)
                 if i < every.cut:
                     s = tiling.mask(s, at, key)
-                    tiling.clear_unseen(values, key, at, GROUPS)
+                    if i == every.cut - 1:
+                        clear_ahead(values, every.ahead, GROUPS)
+                    if i == 0:
+                        clear_behind(values, every.behind, GROUPS)
                 below = variant.below(s, at, key)
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under

@@ -25,6 +25,7 @@ from .key_sources import BLOCK, Along, Apart, Arriving
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
 from .sequences import Batched, Packed, Parts
+from .tiling import clear_ahead, clear_behind
 from .variants import At, Variant
 from .visible_keys import CAUSAL, FULL
 from .weights import InRegisters, InShared
@@ -342,10 +343,13 @@ def make(config: Config):
             return every.n, int32(max(1, every.cut))
 
     @inlined
-    def stand_by(j, first, end, k, v, tiles, me):
+    def stand_by(j, first, end, behind, k, v, tiles, me):
         """Pass over the key blocks that none of a consumer's rows sees, so that the others have the tensor cores. Every
-        consumer takes one turn for each key block of a tile except the last."""
+        consumer takes one turn for each key block of a tile except the last. The others may need my help to clear the last
+        keys of the first block, `behind` of them."""
         for i in range(j, first):
+            if i == j:
+                clear_behind(v.wait(i), behind, CONSUMERS)
             k.wait(i)
             k.release(i)
             brought.pass_by(tiles, i)
@@ -407,7 +411,7 @@ def make(config: Config):
                 end = int32(j + every.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
                 if SKIPS:
-                    stand_by(j, first, end, k, v, tiles, me)
+                    stand_by(j, first, end, every.behind, k, v, tiles, me)
                 if SKIPS and n == 0:
                     output.release_last(q, r)
                     output.release(q, r)
@@ -423,11 +427,13 @@ def make(config: Config):
                     p, seen = weights.handed(variant.drop(p, at, key), room, me), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
+                    if first == j:
+                        clear_behind(v.wait(first), every.behind, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
                         key = tiling.key(every, i - j, at)
                         p, seen = cut_step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
-                    if tiling.unseen(key, at) > 0:  # the first keys are the last that the mask cuts
-                        tiling.clear_unseen(v.wait(first + cut - 1), key, at, CONSUMERS)
+                    if every.ahead > 0:
+                        clear_ahead(v.wait(first + cut - 1), every.ahead, CONSUMERS)
                     for i in range(int32(first + cut), end):
                         key = tiling.key(every, i - j, at)
                         p, seen = step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)

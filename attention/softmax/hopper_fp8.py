@@ -298,8 +298,7 @@ def make(config: Config):
                         k.fill(j, gK, (own.batch, own.key + key, kv_head))
                         turned.fill(values, j, gV, own, key, kv_head)
                     if j > 0:
-                        last, key = own.keys - tiling.key(every, 0, at), tiling.key(every, int32(j - 1), at)
-                        turned.turn(values, int32(j - 1), sequences, last, tiling, key, at)
+                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at), every)
             else:
                 warpgroup.claim_registers(claim)
                 turn.begin(me)

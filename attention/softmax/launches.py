@@ -121,10 +121,11 @@ class Before:
         batch, heads, kv_len = self.problem("BHT")
         many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
+        unseen = self.memory((*many, blocks, lists.BOTH * keys), "int8")
         survey = lists.Survey(made.variant, config.rows, config.kv, config.axes)
         compaction = lists.Compaction(made.variant, config.rows, config.kv)
         tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
-        told |= {"classes": classes, "blocks": blocks, "heads": many[1]}
+        told |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": many[1]}
         self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
         self.launch(compaction, compaction, tiles, lists=found, **told)
         return found

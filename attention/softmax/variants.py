@@ -71,6 +71,7 @@ class Variant:
     measures = False  # does it take scores in units of the softmax's scale only?
     computed = True  # does which keys are seen follow from positions alone?
     by_rows = False  # is anything subtracted from all scores of a row?
+    ends_early = False  # may all queries' windows end ahead of the last key?
     within = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
     plain = False  # do tiles take as long as in plain or causal attention?
     draws = False  # does it draw random numbers, which takes many registers?
@@ -379,5 +380,5 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
 
 for _name in "everything from_first computed plain lean folds light".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored measures by_rows within draws loads fetches prepares adds bends".split():
+for _name in "rising scored measures by_rows ends_early within draws loads fetches prepares adds bends".split():
     setattr(Both, _name, _of_both(_name, any))

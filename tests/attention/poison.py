@@ -65,10 +65,14 @@ def unseen(
     lengths_k: Any = None, block: int | None = None, **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Copies of q, k and v (attention.forward's, as its options say) with poison in the queries and keys of no sequence, in the
-    keys before the first and behind the last that any query of their sequence sees with one of the heads that share them. block:
-    and between these in every block of so many keys of which none is seen."""
+    keys before the first and behind the last that any query of their sequence sees with one of the heads that share them, and
+    in those of a sequence that are seen by none. block: and between these in every block of so many keys of which none is seen.
+
+    Of packed sequences, and of those of which some keys are in use, masks in Python and lists of blocks hide nothing: there
+    docs/variants.md promises it of windows alone."""
     axes = np.argsort(ORDER[layout])
-    variant = Variant(**{name: options[name] for name in MASKING if name in options}).of(np.float64)
+    known = MASKING if cu_seqlens is None and lengths_k is None else MASKING[:2]
+    variant = Variant(**{name: options[name] for name in known if name in options}).of(np.float64)
     found = [poisoned(x.transpose(axes).shape, x.dtype) for x in (q, k, v)]
     heads, kv_heads = found[0].shape[2], found[1].shape[2]
     lies = found[0].shape, found[1].shape, cu_seqlens, cu_seqlens_k, lengths_k

@@ -199,8 +199,8 @@ def make(config: Config):
             keys, values = k.wait(0), v.wait(0)
             sequences.clear(keys, own.keys - key, CONSUMERS)
             sequences.clear(values, own.keys - key, CONSUMERS)
-            tiling.clear_unseen(keys, key, at, CONSUMERS)
-            tiling.clear_unseen(values, key, at, CONSUMERS)
+            every.clear(keys, CONSUMERS)
+            every.clear(values, CONSUMERS)
             keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums, bias

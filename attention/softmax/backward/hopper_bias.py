@@ -18,6 +18,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from ..base_config import BaseConfig
 from ..scores import BiasedByTile
 from ..sequences import Batched
+from ..tiling import clear_ahead, clear_behind
 from ..variants import At, Both
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
@@ -102,7 +103,8 @@ def make(config: Config):
         """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
-        tiling.clear_unseen(v.wait(n), key, at, CONSUMERS)
+        clear_ahead(v.wait(n), tiling.unseen_ahead(key, at), CONSUMERS)
+        clear_behind(v.wait(n), tiling.unseen_behind(key + COLS, at), CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), v.wait(n))
         numbers = int32(2 * OTHERS * (at.row // OTHERS) + at.row % OTHERS)
         lse = load(gSums, S.col_vec, (at.batch, at.head, numbers))

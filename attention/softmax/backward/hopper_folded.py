@@ -155,8 +155,8 @@ def make(config: Config):
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * order.start(every)))
                 here = here._replace(kept=variant.keep(here))
-                tiling.clear_unseen(k.wait(0), key, at, CONSUMERS)
-                tiling.clear_unseen(v.wait(0), key, at, CONSUMERS)
+                every.clear(k.wait(0), CONSUMERS)
+                every.clear(v.wait(0), CONSUMERS)
                 rings, blocks_of = (q, do, ds, dq, sums, bias), (subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me), k)
                 mine, i = int32(key + EACH * me + S.cols * warpgroup.rank()), int32(0)
                 s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))

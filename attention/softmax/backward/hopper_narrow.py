@@ -195,8 +195,8 @@ def make(config: Config):
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * order.start(every)))
                 here, i = here._replace(kept=variant.keep(here)), int32(0)
-                tiling.clear_unseen(k.wait(0), key, at, CONSUMERS)
-                tiling.clear_unseen(v.wait(0), key, at, CONSUMERS)
+                every.clear(k.wait(0), CONSUMERS)
+                every.clear(v.wait(0), CONSUMERS)
                 keys, values = subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me)
                 last = int32(0)
                 for j in range(tiles):
