@@ -9,6 +9,7 @@ It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many 
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
+from ops import divmod, full, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
@@ -153,8 +154,15 @@ def make(config: Config):
         q, k, v = smem.open()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         block, batch, head = sequences.find(block, pair, heads, given)
+        warp = int32(cuda.threadIdx.x // 32)
+        if sequences.packed and not JOINS:
+            some, row = sequences.nobodys(block, batch, given)
+            if some:
+                row = int32(row + BAND * warp)
+                store(gO, zeros(O), (int32(0), row, head, 0), 1, 3)
+                store(gLse, full(O.col_vec, -math.inf), (int32(0), head, row))
         if sequences.has(block, batch, given):
-            own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // 32)
+            own = sequences.sequence(batch, given)
             kv_head, _ = divmod(head, group)
             shift, first = own.keys - own.queries, ROWS * block + BAND * warp
             stands = At(batch, head, first, shift, own.queries, own.keys, given, aux, 0)

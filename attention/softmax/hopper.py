@@ -445,5 +445,10 @@ def make(config: Config):
                     output.store_sums(gLse, lse, own, row, head)
                 r, j = int32(r + 1), end
             output.end()
+            if sequences.packed:
+                block, batch, head = place(0, blocks, heads, pairs, band, given)
+                some, row = sequences.nobodys(block, batch, given)
+                if some:
+                    output.clear(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend, smem

@@ -330,5 +330,9 @@ def make(config: Config):
                 o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
                 output.store(gO, o, of.queries, own, row + EACH * me, head)
                 output.store_sums(gLse, lse, own, row + EACH * me, head)
+        if sequences.packed and me != PRODUCER:
+            some, row = sequences.nobodys(block, batch, given)
+            if some:
+                output.clear(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend_fp8, smem

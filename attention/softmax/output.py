@@ -1,8 +1,11 @@
 """How the output of a tile is written: an object for each way, with the same methods."""
 
+import math
 from typing import Any
 
-from ops import truncate, warpgroup
+from numpy import int32
+
+from ops import full, truncate, warpgroup, zeros
 from tiles import dtype, fp32, inlined, st, static
 from tiles.arguments import array, tiled
 
@@ -47,6 +50,13 @@ class Stored:
             warpgroup.store(truncate(gLse, 2, own.query + own.queries), lse, at)
 
     @inlined
+    def clear(self, tile, gO, gLse, row, head):
+        """Write what belongs to nobody, a consumer's rows from `row` of the batch on: 0, and -inf like that of a row which sees
+        no key. tile: the type of a tile of output."""
+        self.write(gO, zeros(tile), (int32(0), row, head, 0))
+        warpgroup.store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, row))
+
+    @inlined
     def release(self, q, r):
         """Called when the scores of the r-th tile have been computed."""
         q.release(r)
@@ -73,6 +83,10 @@ class Unrounded(Stored):
 
 class Joined(Unrounded):
     """The same for queries that have seen other keys before; the arrays hold the result for those."""
+
+    @inlined
+    def clear(self, tile, gO, gLse, row, head):
+        """See Stored: what is nobody's stays as it is."""
 
     @inlined
     def begin(self, softmax, variant, at, gO, gLse, own, row, scale):

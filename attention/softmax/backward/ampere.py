@@ -242,6 +242,12 @@ def make(config: Config):
         number, batch, share = sequences.find_keys(number, pair, heads, KV, given)
         subgroup, span = divmod(share, spans)
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_number()
+        if sequences.packed and warp < OWNERS:
+            some, row = sequences.nobodys_keys(key, batch, KV, given)
+            if some:
+                at_keys = int32(0), int32(row + OWN * warp), share, 0
+                result.store(gDK, zeros(DK), at_keys, PIECE)
+                result.store(gDV, zeros(DV), at_keys, PIECE)
         if not sequences.has_keys(key, batch, given):
             return
         if not sequences.apart:  # what lies behind the ends is another's
