@@ -4,8 +4,8 @@ Two kernels make them. `Survey` asks, a warp a block of keys, and notes a class:
 block, 2 where all see all, else 1; and how many keys at the block's beginning, and at its end, none of them sees.
 `Compaction` goes through a tile's classes and writes its list, a row of integers: how many blocks there are; how many of them
 must be masked; how many keys at the beginning of the last of these, and at the end of the first one, no query of the tile sees
-(see tiling.Blocks); the numbers of those, and from the end of the row on backwards the numbers of the others, both from the last
-block on. Of a tile that sees nothing it names the block behind the last key.
+(see tiling.Blocks); the numbers of those, and from the end of the row on backwards the numbers of the others, both from the
+last block on. Of a tile that sees nothing it names the block behind the last key.
 """
 
 import functools

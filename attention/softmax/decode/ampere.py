@@ -23,6 +23,7 @@ from ops import (
     divmod,
     exp2,
     finish_sum,
+    full,
     grid,
     load,
     log2,
@@ -229,7 +230,7 @@ def make(config: Config):
     PARTS = next(
         n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0
     )
-    COLUMNS = config.value_dim // PARTS
+    COLUMNS, ALL_COLUMNS = config.value_dim // PARTS, config.value_dim
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
     KNOWS = type(reach) is Everything and not reach.padded and config.lie is Alike  # from numbers alone, where its keys lie?
@@ -323,7 +324,7 @@ def make(config: Config):
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
         if EARLY and not KNOWS:
             grid.wait(int32(number + head + band))
-        rows = lie.find(band, tokens, group, given)
+        rows, all_tokens = lie.find(band, tokens, group, given), tokens
         warp, row, tokens, begin = int32(cuda.threadIdx.x // LANES), rows.row, rows.tokens, int32(rows.start * group)
         end = int32(tokens * group)
         last_row = min(row + BAND, end) - 1
@@ -400,5 +401,13 @@ def make(config: Config):
             work = split.next(work, tokens, given)
             if work.left > 0:
                 block.sync()  # the addends are no longer read; values will come to their place
+        if lie.packed:
+            first_token, last_token = lie.nobodys(rows, all_tokens, group, given)
+            if first_token <= last_token:
+                spot = Spot(int32(0), head, work.part, int32(0), False, int32(begin + row), first_token, last_token, group)
+                for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
+                    result.store(zeros(SLAB), spot, int32(PANEL * slab), given)
+                if warp == 0:
+                    result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
 
     return attend, smem

@@ -50,3 +50,17 @@ def agree(place, q, k, v, family=None, between=lambda: None, deterministic=False
         else:
             reference.assert_close(*each, factor=3, name=name)
     return got
+
+
+def agree_among_poison(place, packing, arrays, family, **options):
+    """The same of packed sequences (poison.Packing), whose q, k and v these arrays are, between neighbours of poison: each as
+    if they were alone, and 0 for tokens of nobody."""
+    alone = {"cu_seqlens": packing.alone, **options}
+    dout, (out, lse) = draw(arrays[0].shape, arrays[0].dtype), reference.forward_low(*arrays, **alone)
+    put = [place.put(packing.spread(x)) for x in (dout, *arrays, out)]
+    told = {"cu_seqlens": place.put(packing.ends), "family": family}
+    got = attention.backward(*put, place.put(packing.spread(lse, 2, FAR_LSE)), **told, **there(place, options))
+    ref, low = (f(dout, *arrays, **alone) for f in (reference.backward, reference.backward_low))
+    for name, found, *each in zip(NAMES, map(place.get, got), ref, low):
+        assert (found[:, packing.nobodys].astype(F32) == 0).all(), name
+        reference.assert_close(packing.gather(found), *each, factor=3, name=name)

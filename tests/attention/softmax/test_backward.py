@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import draw, inputs, there
-from judged_gradients import NAMES, agree
+from judged_gradients import NAMES, agree, agree_among_poison
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from poison import Packing, as_on_a_device, edges
 
 import attention
 from attention import reference
@@ -237,6 +238,18 @@ PACKED = {
 def test_packed_sequences(place, case, head_dim, family):
     q, k, v = inputs(1, 130, 170, 2, 1, head_dim)
     agree(place, q, k, v, family, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_80", 64), ("sm_90", 128), ("sm_80", 128)])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(20, 5))], ids=["causal", "window"])
+def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options, monkeypatch):
+    """Whatever lies before and behind a sequence, and 0 behind the last one."""
+    as_on_a_device(monkeypatch)
+    module = {"sm_90": hopper, "sm_80": ampere}[family]
+    config = module.config_for(head_dim, bf16, CAUSAL)
+    packing = Packing(edges(config.rows, config.kv, most=65 if "window" in options else 129)[::-1])
+    arrays = [draw((1, int(packing.alone[-1]), 1, head_dim), BF16) for _ in range(3)]
+    agree_among_poison(place, packing, arrays, family, **options)
 
 
 @pytest.mark.parametrize("packed", [False, True])

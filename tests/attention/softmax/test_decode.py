@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from judged import draw
 from judged_decode import FP8, agree, case, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
-from poison import poisoned
+from poison import Packing, as_on_a_device, poisoned
 
 import attention
 from attention import reference
@@ -214,6 +214,29 @@ def test_empty(tokens):
     q, k = np.zeros((2, tokens, 4, 64), BF16), np.zeros((2, 0, 2, 64), BF16)
     out, lse = attention.decode(q, k, k, lengths=np.zeros(2, np.int32), return_lse=True)
     assert (out == 0).all() and (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [((0, 1, 15, 16, 17), 2), ((4, 0), 1), ((70, 3, 64), None)])
+def test_packed_tokens_around_every_tile_edge(place, tokens, splits, monkeypatch):
+    """Whatever lies before and behind those of a sequence; 0 and -inf behind the last one. By forward's kernels, too, where
+    tokens are many."""
+    as_on_a_device(monkeypatch)
+    packing = Packing(tokens)
+    lengths = [1, *(x for n in tokens for x in (n + 40, 1))]
+    q = draw((1, int(packing.alone[-1]), 4, 64), BF16)
+    _, k, v = case(lengths)
+    for x in (k, v):
+        x[::2] = poisoned((), x.dtype)  # of the neighbours
+    told = {"cu_seqlens": packing.ends, "lengths": np.array(lengths, np.int32)}
+    put = [place.put(x) for x in (packing.spread(q), k, v)]
+    told = {name: place.put(x) for name, x in told.items()} | {"splits": splits}
+    out, lse = map(place.get, attention.decode(*put, return_lse=True, **told))
+    assert (out[:, packing.nobodys].astype(float) == 0).all() and (lse[:, :, packing.nobodys] == -np.inf).all()
+    for n, (first, end) in enumerate(itertools.pairwise(packing.alone)):
+        of = q[:, first:end], *(x[2 * n + 1 :, : lengths[2 * n + 1]][:1] for x in (k, v))
+        (ref, ref_lse), (low, _) = (f(*of, causal=True) for f in (reference.forward, reference.forward_low))
+        reference.assert_close(packing.gather(out)[:, first:end], ref, low)
+        np.testing.assert_allclose(packing.gather(lse, 2)[:, :, first:end], ref_lse, atol=1e-4)
 
 
 @settings(max_examples=6, deadline=None)

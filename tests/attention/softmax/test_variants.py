@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import agree, draw, inputs, there
+from judged import agree, agree_among_poison, draw, inputs, there
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from poison import Packing, as_on_a_device, edges
 
 import attention
 from attention import reference
 from attention.families import FAMILIES
+from attention.softmax import ampere, hopper
+from attention.softmax.visible_keys import CAUSAL
 from ops import tanh, where
 from ops.memory import load_store
+from tiles import bf16
 from tiles.types import rt, rv
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
@@ -195,6 +199,16 @@ PACKED = {
 def test_packed_sequences(place, family, case):
     q, k, v = inputs(1, 200, 330, HEADS, 1, 64)
     agree(place, q, k, v, family=family, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
+
+
+@pytest.mark.parametrize("options", [dict(causal=True, sink=numbers(2)), dict(window=(70, 0))], ids=["causal", "window"])
+def test_packed_lengths_around_every_tile_edge(place, family, options, monkeypatch):
+    """Whatever lies before and behind a sequence; 0 and -inf behind the last one."""
+    as_on_a_device(monkeypatch)
+    config = {"sm_90": hopper, "sm_80": ampere}[family].config_for(64, bf16, CAUSAL, *[1024] * (family == "sm_90"))
+    packing = Packing(edges(config.rows, config.kv)[::-1])
+    arrays = [draw((1, int(packing.alone[-1]), heads, 64), BF16) for heads in (2, 1, 1)]
+    agree_among_poison(place, packing, arrays, **options)
 
 
 def test_packed_sequences_of_which_keys_are_in_use(place, family):
