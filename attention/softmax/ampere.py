@@ -119,7 +119,7 @@ def make(config: Config):
     variant, tiling, sequences, held = config.variant, config.tiling, config.sequences, config.held
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
-    PREPARES = variant.prepares
+    PREPARES, DEEP = variant.prepares, variant.deep
     STAGES, UNROUNDED, JOINS, GROUPS = config.stages, config.unrounded, config.joins, config.warps // WARPGROUP
     OUTPUT = array(4, fp32 if UNROUNDED else INPUT)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
@@ -182,9 +182,9 @@ def make(config: Config):
             row = own.query + ROWS * block + BAND * warp
             if JOINS:
                 o, lse = load(gO, O, (own.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (own.batch, head, row))
-                seen = softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at), scale)
+                seen = softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
             else:
-                seen = softmax.begin(variant.lowest(at))
+                seen = softmax.begin(variant.lowest(at, variant.floor))
             for i in range(n):
                 key, later = tiling.key(every, i, at), i + STAGES
                 keys = k.wait(i, NEWER)
@@ -202,7 +202,7 @@ def make(config: Config):
                 below = variant.below(s, at, key)
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
-                p = seen.weights(s, below, scale)
+                p = seen.weights(s, below, scale, DEEP)
                 seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, at, key)), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
             if UNROUNDED:

@@ -265,7 +265,7 @@ def make(config: Config):
     brought, weights = config.brought, config.weights
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
-    PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
+    DEEP, PREPARES, PANELS, PANEL = variant.deep, variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
@@ -321,7 +321,7 @@ def make(config: Config):
                 s = tiling.mask(s, at, key)
             below = variant.below(s, at, key)
             seen = seen.moved(s, below, scale, slack)
-            p = seen.weights(s, below, scale)
+            p = seen.weights(s, below, scale, DEEP)
             k.release(j, after=seen.m)
             seen, p = seen.add(p), variant.drop(p, at, key)
             o = warpgroup.wait(o)
@@ -423,7 +423,7 @@ def make(config: Config):
                     below = variant.below(s, at, key)
                     begun = output.begin(softmax, variant, at, gO, gLse, own, row, scale)
                     seen = begun.moved(s, below, scale, slack)
-                    p = seen.weights(s, below, scale)
+                    p = seen.weights(s, below, scale, DEEP)
                     p, seen = weights.handed(variant.drop(p, at, key), room, me), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)

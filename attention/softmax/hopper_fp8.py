@@ -25,7 +25,7 @@ from .base_config import BaseConfig
 from .descales import OfBlocks, OfHeads
 from .fp8_values import Before, ByProducer
 from .hopper import REGISTERS
-from .online import Softmax
+from .online import LOWEST, Softmax
 from .output import Stored
 from .sequences import Batched
 from .variants import At, Variant
@@ -316,7 +316,7 @@ def make(config: Config):
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
                 s = tiling.mask(scored(s, key, tile, of), at, key)
-                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), tile, of)
+                seen, p = weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
                 p, seen = zipped(p), units.summed(seen, p, tile)
                 cut = int32(max(1, every.cut))
                 for j in range(int32(1), cut):

@@ -209,7 +209,8 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
         return of
     form = problem["bias"].form
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == ELEMENT
-    return BiasedByTile(of.last, DTYPES[form.dtype]) if adjacent and problem.bytes_at_once("bias") == ALIGNMENT else of
+    by_tma = adjacent and problem.bytes_at_once("bias") == ALIGNMENT
+    return BiasedByTile(of.last, of.whole, DTYPES[form.dtype]) if by_tma else of
 
 
 def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:

@@ -65,7 +65,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
     if arch == "sm_90a":
         for head_dim, others in ((64, 128), (128, 64)):
-            variant = Both(CAUSAL, BiasedByTile(True, bf16))
+            variant = Both(CAUSAL, BiasedByTile(True, False, bf16))
             yield Config(head_dim, head_dim, bf16, variant, KV[head_dim], others=others)
 
 

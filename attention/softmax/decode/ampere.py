@@ -39,7 +39,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..norms import Normed
-from ..online import LOWEST, TINY, Softmax
+from ..online import LOWEST_FLOAT, Softmax, over_sum
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
@@ -219,7 +219,7 @@ def make(config: Config):
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
     norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IN_PARTS = type(result) is not Whole
+    IN_PARTS, DEEP = type(result) is not Whole, variant.deep
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
@@ -306,7 +306,7 @@ def make(config: Config):
             for other in range(WARPS):
                 o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
             o = product.columns(o, unit)
-            result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
+            result.store(over_sum(o, l), spot, int32(col + PANEL * slab), given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -360,7 +360,7 @@ def make(config: Config):
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             k_unit, v_unit = product.units(sequence, head, given)
-            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(LOWEST), product.unit()
+            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(variant.floor), product.unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
@@ -378,12 +378,12 @@ def make(config: Config):
                 seen = seen.moved(s, None, scale, slack)
                 of_values = product.of_values(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
                 o, o_unit = product.rescaled(seen, o_unit, of_values)
-                p = seen.weights(s, None, scale)
+                p = seen.weights(s, None, scale, DEEP)
                 seen = seen._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
 
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):
-                m = maximum(m, sums.lowest(at))
+                m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
             weight = exp2((seen.m - m) * scale)
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
