@@ -348,7 +348,7 @@ def make(config: Config):
         consumer takes one turn for each key block of a tile except the last. The others may need my help to clear the last
         keys of the first block, `behind` of them."""
         for i in range(j, first):
-            if i == j:
+            if i == j and behind > 0:
                 clear_behind(v.wait(i), behind, CONSUMERS)
             k.wait(i)
             k.release(i)
@@ -427,7 +427,7 @@ def make(config: Config):
                     p, seen = weights.handed(variant.drop(p, at, key), room, me), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
-                    if first == j:
+                    if first == j and every.behind > 0:
                         clear_behind(v.wait(first), every.behind, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
                         key = tiling.key(every, i - j, at)

@@ -103,9 +103,10 @@ def make(config: Config):
         """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
-        clear_ahead(v.wait(n), tiling.unseen_ahead(key, at), CONSUMERS)
-        clear_behind(v.wait(n), tiling.unseen_behind(key + COLS, at), CONSUMERS)
-        dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), v.wait(n))
+        values = v.wait(n)
+        clear_ahead(values, tiling.unseen_ahead(key, at), CONSUMERS)
+        clear_behind(values, tiling.unseen_behind(key + COLS, at), CONSUMERS)
+        dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), values)
         numbers = int32(2 * OTHERS * (at.row // OTHERS) + at.row % OTHERS)
         lse = load(gSums, S.col_vec, (at.batch, at.head, numbers))
         delta = load(gSums, S.col_vec, (at.batch, at.head, int32(numbers + OTHERS)))

@@ -137,6 +137,24 @@ def test_windows(place, window, causal):
     agree(place, *case((150,)), (150,), window=window, causal=causal)
 
 
+@pytest.mark.parametrize(("tokens", "size"), [(64, None), (70, 16), (100, 5), (130, 64), (4, 16)])
+def test_windows_of_many_tokens(place, tokens, size):
+    """Which forward's kernels serve: what lies ahead of all windows is not multiplied, and its pages are not read."""
+    agree(place, *case((131, 300), tokens), (131, 300), window=(20, 0), size=size)
+
+
+def test_nan_reaches_the_output_from_every_part(place):
+    """Of a key, of a value, of a sink."""
+    q, k, v = case((200, 200, 200), head_dim=64)
+    k[0, 150], v[1, 150] = np.nan, np.nan
+    told = {"lengths": place.put(np.array([200, 200, 200], np.int32)), "splits": 3}
+    out = place.get(attention.decode(*map(place.put, (q, k, v)), **told)).astype(np.float32)
+    assert np.isnan(out[:2]).all() and not np.isnan(out[2]).any()
+    sink = place.put(np.array([np.nan, 0, 0, 0], np.float32))
+    out = place.get(attention.decode(*map(place.put, (q, k, v)), sink=sink, **told)).astype(np.float32)
+    assert np.isnan(out[2, :, 0]).all() and not np.isnan(out[2, :, 1:]).any()
+
+
 def test_tokens_that_see_later_ones(place):
     agree(place, *case((66, 2), 3), (66, 2), causal=False)
 

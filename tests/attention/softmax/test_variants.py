@@ -253,6 +253,49 @@ def test_what_nobody_sees_is_not_read(place, family):
     assert not out.any() and (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("mask", [None, lambda b, h, i, j: (i + j) % 3 > 0], ids=["window", "mask"])
+def test_a_key_that_some_query_sees_is_multiplied_for_others(place, family, mask):
+    """docs/variants.md: NaN in a key reaches the queries that see it, and may reach others whose tile sees keys of its block,
+    but none that are 512 places away from those."""
+    q, k, v = inputs(1, 900, 900, 1, 1, 64)
+    v[0, 150, 0, 3] = np.nan
+    out = attention.forward(*map(place.put, (q, k, v)), window=(20, 0), mask=mask, family=family)
+    bad = np.isnan(place.get(out).astype(F32))
+    sees = np.arange(150, 171)
+    sees = sees if mask is None else sees[(sees + 150) % 3 > 0]
+    assert bad[0, sees, 0, 3].all() and not bad[:, 170 + 512 :].any() and not np.delete(bad, 3, -1).any()
+
+
+# ---- what is low, and what is NaN --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("low", "dtype", "rows"), [(-3.3895e38, BF16, 8), (-1e30, F32, 8), (-3.4028e38, F32, 1), (-1e9, F32, 8), (-65504.0, F16, 1)]
+)
+def test_a_bias_is_a_number_however_low(place, family, low, dtype, rows):
+    """If it is the same for all keys, the output is the mean of values. Keys with more get all, and -inf alone hides."""
+    bias = np.full((1, 3, rows, 64), low, dtype)
+    bias[:, 1, :, 40:], bias[:, 2] = 0, -np.inf
+    out, _ = agree(place, *inputs(1, 8, 64, 3, 1, 64), family=family, bias=bias)
+    assert (out[:, :, 2] == 0).all()
+
+
+def test_a_score_is_a_number_however_low(place, family):
+    agree(place, *inputs(1, 8, 60, 1, 1, 64), family=family, score=lambda s, b, h, i, j: s * 0.0 - 1e30)
+
+
+@pytest.mark.parametrize("where", ["sink", "query", "key", "value"])
+def test_nan_reaches_the_output_and_gradients(place, family, where):
+    q, k, v = inputs(1, 8, 60, 1, 1, 64)
+    sink = np.zeros(1, F32)
+    {"sink": sink, "query": q[:, 3], "key": k[:, 7], "value": v[:, 7]}[where][..., 0] = np.nan
+    q, k, v, sink = map(place.put, (q, k, v, sink))
+    out, lse = attention.forward(q, k, v, sink=sink, return_lse=True, family=family)
+    dq, dk, dv, dsink = attention.backward(q, q, k, v, out, lse, sink=sink, family=family)
+    rows = slice(3, 4) if where == "query" else slice(None)
+    assert np.isnan(place.get(out)[:, rows].astype(F32)).any(-1).all() and np.isnan(place.get(dsink)).all()
+    assert np.isnan(place.get(dq)[:, rows].astype(F32)).all() and np.isnan(place.get(dk).astype(F32)).all()
+    assert where == "value" or np.isnan(place.get(dv).astype(F32)).any(-1).all()
+
+
 # ---- one thing said twice ------------------------------------------------------------------------------------------
 def both(place, q, k, v, one, other):
     """(out, lse) of each."""
