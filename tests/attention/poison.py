@@ -122,7 +122,7 @@ class Packing:
     ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences. which:
     the numbers of the sequences among all. Behind the last neighbour come `nobodys` tokens of no sequence."""
 
-    def __init__(self, lengths: Sequence[int], neighbour: int = 1, nobodys: int = 3):
+    def __init__(self, lengths: Sequence[int], neighbour: int = 1, nobodys: int = 300):
         every = [neighbour, *(n for length in lengths for n in (length, neighbour))]
         self.ends = np.array([0, *accumulate(every)], np.int32)
         self.alone = np.array([0, *accumulate(lengths)], np.int32)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from judged import draw
 from judged_decode import FP8, agree, case, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
-from poison import Packing, as_on_a_device, poisoned
+from poison import Packing, as_on_a_device, edges, poisoned
 
 import attention
 from attention import reference
@@ -72,6 +72,13 @@ TALL = [  # lengths, tokens, heads, what is asked: more rows a key head than 32
     ((2, 200), 9, 16, {"splits": 2}),
     ((200, 3, 64), 8, 10, {"window": (70, 0), "leftpad": (0, 1, 9), "causal": False}),
 ]
+
+
+@pytest.mark.parametrize(("size", "window"), [(None, None), (64, None), (24, None), (None, (70, 0))])
+def test_lengths_around_every_edge_of_tiles_of_64(place, size, window):
+    """Poison behind each, and ahead of windows."""
+    lengths = edges(hopper.KV, 2 * hopper.KV)
+    agree(place, *case(lengths, 3, 2, 1), lengths, size=size, window=window, splits=2 - (size is None), family="sm_90")
 
 
 @pytest.mark.parametrize(("problem", "size"), [*zip(itertools.cycle(TALL), [None, 1, 16, 64, 16, 64])])
@@ -239,7 +246,7 @@ def test_packed_tokens_around_every_tile_edge(place, tokens, splits, monkeypatch
     """Whatever lies before and behind those of a sequence; 0 and -inf behind the last one. By forward's kernels, too, where
     tokens are many."""
     as_on_a_device(monkeypatch)
-    packing = Packing(tokens)
+    packing = Packing(tokens, nobodys=40)
     lengths = [1, *(x for n in tokens for x in (n + 40, 1))]
     q = draw((1, int(packing.alone[-1]), 4, 64), BF16)
     _, k, v = case(lengths)
