@@ -5,7 +5,7 @@
 - `unseen`: q, k and v with poison in what no query sees, by the formula.
 - `edges`: the lengths around the edges of tiles and pages. Sizes come from a kernel's Config, so they follow it.
 - `in_pages`: keys in pages of a pool that holds nothing but poison elsewhere. Table entries of no use are no page's number.
-- `Packing`: sequences of given lengths, each between neighbours of which everything is poison (and the log-sum-exp far below
+- `Packing`: sequences of given lengths, each behind a neighbour of which everything is poison (and the log-sum-exp far below
   any of ours, so that a weight that counts one by mistake is not finite), with tokens behind the last that belong to nobody.
 - `unaligned`: the same elements at other addresses, poison between the rows.
 - `poison_new_memory`: what the library allocates, results and scratch memory, holds poison. tests/attention/conftest.py calls
@@ -117,16 +117,15 @@ def in_pages(
 
 
 class Packing:
-    """Sequences of these lengths, one behind the other in one batch, with a neighbour before, between and behind them.
+    """Sequences of these lengths, one behind the other in one batch, with a neighbour before each. Behind the last one come
+    `nobodys` tokens of no sequence.
 
-    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences. which:
-    the numbers of the sequences among all. Behind the last neighbour come `nobodys` tokens of no sequence."""
+    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences."""
 
     def __init__(self, lengths: Sequence[int], neighbour: int = 1, nobodys: int = 300):
-        every = [neighbour, *(n for length in lengths for n in (length, neighbour))]
+        every = [n for length in lengths for n in (neighbour, length)]
         self.ends = np.array([0, *accumulate(every)], np.int32)
         self.alone = np.array([0, *accumulate(lengths)], np.int32)
-        self.which = slice(1, len(every), 2)
         self.mine = np.repeat([*(np.arange(len(every)) % 2 == 1), False], [*every, nobodys])
         self.nobodys = slice(int(self.ends[-1]), int(self.ends[-1]) + nobodys)
 

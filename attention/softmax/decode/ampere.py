@@ -404,7 +404,8 @@ def make(config: Config):
         if lie.packed:
             first_token, last_token = lie.nobodys(rows, all_tokens, group, given)
             if first_token <= last_token:
-                spot = Spot(int32(0), head, work.part, int32(0), False, int32(begin + row), first_token, last_token, group)
+                row = int32(max(begin + row, first_token * group))  # what is ahead of it in the tile is the last sequence's
+                spot = Spot(int32(0), head, work.part, int32(0), False, row, first_token, last_token, group)
                 for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
                     result.store(zeros(SLAB), spot, int32(PANEL * slab), given)
                 if warp == 0:

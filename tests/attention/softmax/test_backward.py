@@ -247,9 +247,17 @@ def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options,
     as_on_a_device(monkeypatch)
     module = {"sm_90": hopper, "sm_80": ampere}[family]
     config = module.config_for(head_dim, bf16, CAUSAL)
-    packing = Packing(edges(config.rows, config.kv, most=65 if "window" in options else 129)[::-1])
+    packing = Packing(edges(config.rows, config.kv, most=65 if "window" in options else 129))
     arrays = [draw((1, int(packing.alone[-1]), 1, head_dim), BF16) for _ in range(3)]
     agree_among_poison(place, packing, arrays, family, **options)
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_80", 64), ("sm_90", 128), ("sm_90", 136)])
+def test_a_key_that_does_not_exist_has_no_weight(place, family, head_dim):
+    """Not even where that of score 0 would be infinite: all scores are near -200, and the last tile lacks one key."""
+    q, k, v = inputs(1, 20, 127, 1, 1, head_dim)
+    scale = 200 / (16 * head_dim)
+    agree(place, (q * 0.05 + 4).astype(BF16), (k * 0.05 - 4).astype(BF16), v, family, scale=scale, by_output=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
