@@ -19,8 +19,8 @@ FAMILIES = "sm_80", "sm_90", "fp8", "fp8 sm_80"
 ULP = 2.0**-23  # of float32
 
 
-def draw(shape, dtype=BF16):
-    return np.random.default_rng(7).standard_normal(shape, np.float32).astype(dtype)
+def draw(shape, dtype=BF16, seed=7):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
 
 
 def case(lengths, tokens=1, heads=16, room=None, dtype=BF16):
@@ -28,7 +28,7 @@ def case(lengths, tokens=1, heads=16, room=None, dtype=BF16):
     batch, room = len(lengths), room or max(*lengths, 1)
     latent = draw((batch, room, COLUMNS), dtype)
     unused = np.arange(room) >= np.array(lengths)[:, None]
-    return draw((batch, tokens, heads, COLUMNS), dtype), spoiled(latent, unused)
+    return draw((batch, tokens, heads, COLUMNS), dtype, seed=8), spoiled(latent, unused)  # other numbers than keys
 
 
 def quantise(latent):
@@ -104,7 +104,7 @@ def test_pages(place, family, size):
 
 @pytest.mark.parametrize(("family", "size"), [("sm_80", 24), ("sm_90", 8), ("sm_90", 40), ("sm_90", 7), ("fp8", 100)])
 def test_pages_of_any_size(family, size):
-    agree(OnInterpreter(), *case((130, 0), 2, 9), (130, 0), size=size, splits=2, family=family)
+    agree(OnInterpreter(), *case((136, 0), 2, 9), (136, 0), size=size, splits=2, family=family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

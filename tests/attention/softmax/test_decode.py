@@ -241,14 +241,14 @@ def test_empty(tokens):
     assert (out == 0).all() and (lse == -np.inf).all()
 
 
-@pytest.mark.parametrize(("tokens", "splits"), [((0, 1, 15, 16, 17), 2), ((4, 0), 1), ((70, 3, 64), None)])
-def test_packed_tokens_around_every_tile_edge(place, tokens, splits, monkeypatch):
+@pytest.mark.parametrize(("tokens", "heads", "splits"), [((0, 1, 15, 16, 17), 2, 2), ((4, 0), 4, 1), ((70, 3, 64), 4, None)])
+def test_packed_tokens_around_every_tile_edge(place, tokens, heads, splits, monkeypatch):
     """Whatever lies before and behind those of a sequence; 0 and -inf behind the last one. By forward's kernels, too, where
     tokens are many."""
     as_on_a_device(monkeypatch)
     packing = Packing(tokens, nobodys=40)
     lengths = [x for n in tokens for x in (1, n + 40)]
-    q = draw((1, int(packing.alone[-1]), 4, 64), BF16)
+    q = draw((1, int(packing.alone[-1]), heads, 64), BF16)
     _, k, v = case(lengths)
     for x in (k, v):
         x[::2] = poisoned((), x.dtype)  # of the neighbours
