@@ -99,7 +99,8 @@ def forward(
 
     Sequences:
         cu_seqlens: (N + 1), ascending from 0 to Sq, in a batch of 1: sequence n has the queries from cu_seqlens[n] to
-            cu_seqlens[n + 1]. Everything above then applies to each sequence by itself, and b is its number.
+            cu_seqlens[n + 1]. Everything above then applies to each sequence by itself, and b is its number. Of queries behind
+            the last one, which a GPU's arrays may have, out is 0 and lse is -inf.
         cu_seqlens_k: the same for keys; cu_seqlens by default.
         lengths_k: (B) or (N), how many keys of each sequence are in use. Or (B, C): each of C equal parts of a batch's queries
             is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias,

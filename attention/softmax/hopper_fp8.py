@@ -25,7 +25,7 @@ from .base_config import BaseConfig
 from .descales import OfBlocks, OfHeads
 from .fp8_values import Before, ByProducer
 from .hopper import REGISTERS
-from .online import Softmax
+from .online import LOWEST, Softmax
 from .output import Stored
 from .sequences import Batched
 from .variants import At, Variant
@@ -303,7 +303,7 @@ def make(config: Config):
                         k.fill(j, gK, (own.batch, own.key + key, kv_head))
                         turned.fill(values, j, gV, own, key, kv_head)
                     if j > 0:
-                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at))
+                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at), every)
             else:
                 warpgroup.claim_registers(claim)
                 turn.begin(me)
@@ -321,7 +321,7 @@ def make(config: Config):
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
                 s = tiling.mask(scored(s, key, tile, of), at, key)
-                seen, p = weighed(s, key, softmax.begin(variant.lowest(at)), tile, of)
+                seen, p = weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
                 p, seen = zipped(p), units.summed(seen, p, tile)
                 if MASKS_SECOND:
                     cut = int32(min(2, every.n))
@@ -338,5 +338,9 @@ def make(config: Config):
                 o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
                 output.store(gO, o, of.queries, own, row + EACH * me, head)
                 output.store_sums(gLse, lse, own, row + EACH * me, head)
+        if sequences.packed and me != PRODUCER:
+            some, row = sequences.nobodys(block, batch, given)
+            if some:
+                output.clear(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend_fp8, smem

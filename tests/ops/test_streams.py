@@ -87,20 +87,22 @@ def test_paged(run, sample, heads):
 
 @tiles.static
 class Looked:
-    """ring.fill_pages of a sequence that ends at row `end`, its pages being of 32 rows, and a tile's parts of 16."""
+    """ring.fill_pages of a sequence from row `begin` to row `end`, its pages being of 32 rows, and a tile's parts of 16."""
 
     end: int
+    begin: int | None = None
     writers = 0
 
     @tiles.inlined
     def fill(self, ring, j, source, at, rest):
-        ring.fill_pages(j, source, rest, 32, at, self.end, PAGES)
+        ring.fill_pages(j, source, rest, 32, at, self.end, PAGES, self.begin)
 
 
 @pytest.mark.parametrize("numbers", [np.int32, np.int64])
-@pytest.mark.parametrize("end", [64 * COUNT, 64 * COUNT - 70, 1])
-def test_pages_that_are_looked_up(run, sample, numbers, end):
-    """A part of a tile lies in one page; what lies behind the last page that is in use is 0, and its number is not read."""
+@pytest.mark.parametrize(("end", "begin"), [(64 * COUNT, 48), (64 * COUNT - 70, 47), (1, None)])
+def test_pages_that_are_looked_up(run, sample, numbers, end, begin):
+    """A part of a tile lies in one page; what lies behind the last page that is in use is 0, and its number is not read; nor
+    what lies ahead of the first one."""
     x, used = sample((30, 32, 3, 64), bf16), -(-end // 32)
     table = np.full((2, 2 * COUNT), -7, numbers)
     table[1, :used] = np.random.default_rng(1).permutation(30)[:used]
@@ -108,7 +110,9 @@ def test_pages_that_are_looked_up(run, sample, numbers, end):
     rows[: 32 * used] = wide(x[:, :, 2])[table[1, :used]].reshape(-1, 64)
     whole = -(-end // 16) * 16  # of a part that begins before the end all is brought
     rows[whole:] = 0
-    agree(run, Looked(end), row_of_second, tensor(x, PAGE, 1, 3, 1), table, rows.reshape(COUNT, 64, 64).sum(0))
+    if begin is not None:
+        rows[: begin // 16 * 16], table[1, : begin // 32] = 0, -7
+    agree(run, Looked(end, begin), row_of_second, tensor(x, PAGE, 1, 3, 1), table, rows.reshape(COUNT, 64, 64).sum(0))
 
 
 @pytest.mark.parametrize("length", [64 * COUNT, 64 * COUNT - 1, 65, 0])

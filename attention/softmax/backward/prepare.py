@@ -126,11 +126,12 @@ def make(config: Config):
             at = own.batch, own.query + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         delta = finish_sum(delta)
-        there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
+        lse = where(lse <= -NEVER, NEVER, lse)  # not where it is NaN
+        lse = where(row_index(PART.col_vec) + row < own.queries, lse, NEVER)
         if OF_LSE:
-            delta = less_dlse(delta, there, PART.col_vec, (own.batch, head, own.query + row), given)
+            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (own.batch, head, own.query + row), given)
         store(gSums, delta, (own.batch, head, int32(to + ROWS)))
-        store(gSums, where(there, lse, NEVER), (own.batch, head, to))
+        store(gSums, lse, (own.batch, head, to))
         if warp == 0:
             order.begin(given, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared

@@ -31,7 +31,7 @@ class Placed(NamedTuple):
         if name == "pages":
             begin = 0 if self.left is None else lengths - asking - self.left
             begin, page = np.maximum(begin, found.get("leftpad", 0)), np.arange(found["pages"].shape[1])[:, None]
-            used = (used & (page * size < lengths) & ((page + 1) * size > begin)).T
+            used = (used & (begin < lengths) & (page * size < lengths) & ((page + 1) * size > begin)).T
         wrong = np.argwhere(used & ((found[name] < 0) | (found[name] >= caches)))
         if len(wrong):
             at, b = ", ".join(map(str, wrong[0])), wrong[0][0]

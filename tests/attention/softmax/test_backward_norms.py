@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from judged import draw, inputs, poisoned, there, weights, weights_of
+from judged import draw, inputs, there, weights, weights_of
 from judged_gradients import gradient_of_lse
 from places import BF16, OnInterpreter
+from poison import as_on_a_device, poisoned, unseen
 
 import attention
 from attention import reference
@@ -22,9 +23,9 @@ def flat(gradients):
 
 
 def agree(place, q, k, v, **options):
-    """Run both ways and judge every gradient by the rule."""
+    """Run both ways and judge every gradient by the rule. What no query sees is poison."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
-    put, given = [place.put(x) for x in (q, k, v)], there(place, options)
+    put, given = [place.put(x) for x in unseen(q, k, v, **options)], there(place, options)
     out, lse = attention.forward(*put, return_lse=True, **given)
     options["dlse"] = dlse = gradient_of_lse(place.get(lse))
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in (("dq", q), ("dk", k))}
@@ -63,6 +64,15 @@ def test_norms(place, ours, theirs, family):
     some = {"q_norm": weights_of(4, 64).get(ours), "k_norm": weights_of(2, 64).get(theirs)}
     some = {name: x for name, x in some.items() if x is not None}
     agree(place, q + BF16.type(2), k - BF16.type(1), v, family=family, causal=True, norm_eps=1e-2, **some)
+
+
+def test_what_no_query_sees_has_no_part_in_weights(place, monkeypatch):
+    """Tokens of nobody, keys that are not in use, and keys ahead of windows."""
+    as_on_a_device(monkeypatch)
+    ends, ends_k, lengths = (np.array(x, np.int32) for x in ([0, 10, 30], [0, 20, 40], [15, 20]))
+    norms = {"q_norm": weights(64), "k_norm": (weights(64), draw((64,), F32))}
+    agree(place, *inputs(1, 40, 50, 2, 1, 64), cu_seqlens=ends, cu_seqlens_k=ends_k, lengths_k=lengths, **norms)
+    agree(place, *inputs(1, 10, 90, 2, 1, 64), window=(20, 0), **norms)
 
 
 @pytest.mark.parametrize(("head_dim", "layout"), [(8, "bshd"), (72, "bhsd"), (256, "bshd")])
