@@ -138,6 +138,8 @@ def opens_a_guard(node, source) -> Faults:
 def misses_an_edge(node, source) -> Faults:
     """< for <=, and an edge that is one off to the other side."""
     for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators):
+        if dotted(left).endswith(".width"):  # of an integer, which may be widened to its own width
+            continue
         if type(op) in EDGES and number(right):
             old, new, by = EDGES[type(op)]
             yield f"{new}for{old}", (source.between(left, right, old, new),)
@@ -213,7 +215,7 @@ def takes_another_operator(node, source) -> Faults:
 def calls_another(node, source) -> Faults:
     """max for min, and other pairs."""
     name, pairs = called(node), EMITTED if by_builder(node) else CALLED
-    if name in pairs:
+    if name in pairs and not (name in ("sext", "zext") and dotted(node.args[-1]) != "i64"):  # flags are 0 or not
         end = source.span(node.func)[1]
         yield f"{pairs[name]}for{name}", (Edit(end - len(name), end, pairs[name].encode()),)
 
@@ -272,7 +274,7 @@ def flips_a_flag(node, source) -> Faults:
     """True for False."""
     flags = {True: b"False", False: b"True"}
     match node:
-        case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant):
+        case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant) if name != "strict":
             yield f"flip-{name}", (source.replaced(constant, flags[value]),)
         case ast.Return(value=ast.Constant(value=bool(value)) as constant):
             yield f"return-{not value}", (source.replaced(constant, flags[value]),)
