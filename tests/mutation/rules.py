@@ -37,6 +37,7 @@ EMITTED = {"add": "sub", "sub": "add", "and_": "or_", "or_": "and_", "shl": "lsh
 EMITTED |= {"urem": "udiv", "icmp_signed": "icmp_unsigned", "sext": "zext", "zext": "sext"}
 EMITTED_EDGES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 SYMMETRIC = re.compile(r"min|max|minimum|maximum|add|fadd|mul|fmul|and_|or_|xor|print|zip|isinstance|product|gcd|lcm|all_same")
+MARKS = {"strict", "effect"}  # options that assert, or that let the compiler leave out what nobody uses
 PLACES = ast.Name | ast.Attribute
 
 
@@ -274,7 +275,7 @@ def flips_a_flag(node, source) -> Faults:
     """True for False."""
     flags = {True: b"False", False: b"True"}
     match node:
-        case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant) if name != "strict":
+        case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant) if name not in MARKS:
             yield f"flip-{name}", (source.replaced(constant, flags[value]),)
         case ast.Return(value=ast.Constant(value=bool(value)) as constant):
             yield f"return-{not value}", (source.replaced(constant, flags[value]),)

@@ -4,7 +4,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import difflib
-import functools
 import hashlib
 import itertools
 import json
@@ -189,16 +188,14 @@ class Runner:
             self.places.put(place)
 
 
-@functools.cache
-def all_mutations() -> tuple[Mutation, ...]:
-    """By hand and by rule."""
-    made = (mutation for path in sources() for mutation in mutations(Source(path, (ROOT / path).read_bytes())))
-    return (*by_hand(), *made)
-
-
 def chosen(words: list[str]) -> list[Mutation]:
-    """Those whose names have all these words, but for the neutral ones."""
-    return [m for m in all_mutations() if all(word in m.name for word in words) and not why_neutral(m.name)]
+    """The mutations, by hand and by rule, whose names have all these words, but for the neutral ones. A word with a slash is of
+    a path, and makes none for files of other paths."""
+    parts = [path for path, _, _ in (word.partition("::") for word in words) if "/" in path]
+    files = [path for path in sources() if all(part in path for part in parts)]
+    made = (mutation for path in files for mutation in mutations(Source(path, (ROOT / path).read_bytes())))
+    found = itertools.chain(by_hand(), made)
+    return [m for m in found if all(word in m.name for word in words) and not why_neutral(m.name)]
 
 
 def fault(mutation: Mutation) -> str:
