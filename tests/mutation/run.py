@@ -68,16 +68,19 @@ class Workplace:
     def planted(self, mutation: Mutation):
         """Inside, the copy has the fault; afterwards it is as before."""
         file = self.tree / mutation.path
-        data, stat = file.read_bytes(), file.stat()
-        for kept in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
-            kept.unlink()
+        data = file.read_bytes()
         try:
-            file.write_bytes(mutation.applied(data))
-            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            self._write(file, mutation.applied(data))
             yield
         finally:
-            file.write_bytes(data)
-            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            self._write(file, data)
+
+    def _write(self, file, data):
+        stat = file.stat()
+        file.write_bytes(data)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        for kept in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            kept.unlink()
 
 
 class FirstFailure:
@@ -105,7 +108,7 @@ def _pytest(tree, arguments, environment, pipe, said, path, function, order, avo
     os.chdir(tree)
     os.environ |= environment | {"PYTHONPATH": os.pathsep.join([tree, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
     sys.path[:] = [tree, *(place for place in sys.path if Path(place or ".").resolve() != ROOT)]
-    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for processes that tests start: they may outlive the fault
     import pytest
 
     plugin = FirstFailure(order.key(path, function), pipe, avoided)
