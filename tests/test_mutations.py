@@ -68,7 +68,7 @@ def test_every_source_has_tests_of_its_own():
     for pattern, tests in killers.table().items():
         assert any(killers.fnmatch.fnmatchcase(path, pattern) for path in sources()), f"no source is {pattern}"
         for test in tests:
-            assert any(killers.fnmatch.fnmatchcase(file, test) for file in killers.test_files()), f"no test file is {test}"
+            assert any(killers.fnmatch.fnmatchcase(file, test) for file in killers.files_of_tests()), f"no test file is {test}"
 
 
 # ---- the rules -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from .sources import ROOT, sources
 
 
 @functools.cache
-def test_files(root: Path = ROOT) -> tuple[str, ...]:
+def files_of_tests(root: Path = ROOT) -> tuple[str, ...]:
     return tuple(sorted(file.relative_to(root).as_posix() for file in (root / "tests").rglob("test_*.py")))
 
 
@@ -29,7 +29,7 @@ def mirrored(path: str) -> tuple[str, ...]:
         stem = folders.pop()
     names = {"_".join([*folders[k:], stem]) for k in range(1, len(folders) + 1)}
     places = {"/".join(["tests", *folders[:k]]) for k in range(1, len(folders) + 1)}
-    return tuple(t for t in test_files() if t.rpartition("/")[0] in places and Path(t).stem.removeprefix("test_") in names)
+    return tuple(t for t in files_of_tests() if t.rpartition("/")[0] in places and Path(t).stem.removeprefix("test_") in names)
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def table():
 def own_tests(path: str) -> tuple[str, ...]:
     """The test files that must notice a fault of this source: its mirror's, and those of the table's first row for it."""
     rows = (tests for pattern, tests in table().items() if fnmatch.fnmatchcase(path, pattern))
-    listed = [test for pattern in next(rows, ()) for test in test_files() if fnmatch.fnmatchcase(test, pattern)]
+    listed = [test for pattern in next(rows, ()) for test in files_of_tests() if fnmatch.fnmatchcase(test, pattern)]
     return tuple(dict.fromkeys([*mirrored(path), *listed]))
 
 
@@ -52,7 +52,7 @@ def other_tests(path: str) -> tuple[str, ...]:
     stems = {module.rpartition(".")[2]} | {Path(other).stem for other in sources() if _imports(other, module)}
     folder, own = f"tests/{path.partition('/')[0]}/", own_tests(path)
     speaks = re.compile(rf"\b({'|'.join(map(re.escape, sorted(stems)))})\b")
-    return tuple(t for t in test_files() if t.startswith(folder) and t not in own and speaks.search((ROOT / t).read_text()))
+    return tuple(t for t in files_of_tests() if t.startswith(folder) and t not in own and speaks.search((ROOT / t).read_text()))
 
 
 def _imports(path, module):

@@ -12,9 +12,9 @@ import os
 import queue
 import random
 import shutil
+import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -28,6 +28,7 @@ from .sources import ROOT, Mutation, Source, sources
 KEPT = "attention fuse ops tests tiles examples docs bench".split()  # what a copy of the tree needs
 SEEN = {"OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TILES_SEED": "1"}  # by all tests
 SERVER = multiprocessing.get_context("forkserver")
+DIED = "the process died"
 IMPORTED = ["numba.cuda", "cuda.core", "ml_dtypes", "greenlet", "pytest", "hypothesis"]  # once, for all tests
 
 
@@ -103,6 +104,7 @@ class FirstFailure:
 
 def _pytest(tree, arguments, environment, pipe, said, path, function, order, avoided):
     """In a process of its own, which has imported what tests need besides the library: run these tests of a tree."""
+    os.setsid()  # so that it ends with all that it has started
     for stream in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(tree)
@@ -113,9 +115,7 @@ def _pytest(tree, arguments, environment, pipe, said, path, function, order, avo
 
     plugin = FirstFailure(order.key(path, function), pipe, avoided)
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments], plugins=[plugin])
-    if code and code != 5 and not plugin.sent:  # 5: there were no tests
-        pipe.send(f"pytest: {code!r}")
-    pipe.send("")
+    pipe.send(DIED if code not in (0, 5) else "")  # 5: there were no tests. If one failed, this is not read
     os._exit(0)  # what is not finished is not waited for
 
 
@@ -124,7 +124,7 @@ class Runner:
 
     def __init__(self, jobs: int = 1, limit: float = 240, test_limit: float = 60, others: bool = False, root: Path = ROOT):
         self.limit, self.test_limit, self.others, self.root = limit, test_limit, others, root
-        self.order, self.fails_anyway, self.lock = LikeliestFirst(), {}, threading.Lock()
+        self.order, self.fails_anyway = LikeliestFirst(), {}
         self.kept = tempfile.mkdtemp(prefix="mutation-kernels-")  # by digests of all they are made from: one place for all
         self.places = queue.SimpleQueue()
         self.all_places = [Workplace(root) for _ in range(jobs)]
@@ -149,11 +149,12 @@ class Runner:
             try:
                 finished = receiving.poll(self.limit)
                 return Outcome(receiving.recv() if finished else "", finished)
-            except EOFError:  # it died
-                return Outcome(f"{tests[0]}: the process died", True)
+            except EOFError:
+                return Outcome(DIED, True)
             finally:
                 process.join(0.2)
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):  # with all that it has started
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.join()
 
     def noticed(self, place: Workplace, tests, mutation: Mutation) -> Outcome:
@@ -161,17 +162,20 @@ class Runner:
         avoided: set[str] = set()
         while True:
             with place.planted(mutation):
-                outcome = self.tested(place, tests, mutation, frozenset(avoided))
+                outcome = self.tested(place, [test for test in tests if test not in avoided], mutation, frozenset(avoided))
             failed = outcome.failed
-            if not failed or failed in avoided or "::" not in failed:
-                return outcome
-            if failed not in self.fails_anyway:
-                self.fails_anyway[failed] = bool(self.tested(place, [failed], mutation).failed)
-                if self.fails_anyway[failed]:
-                    print(f"fails without any fault, and tells nothing: {failed}", flush=True)
-            if not self.fails_anyway[failed]:
+            if failed in ("", DIED) or failed in avoided or not self._fails_anyway(place, failed, mutation):
                 return outcome
             avoided.add(failed)
+
+    def _fails_anyway(self, place, failed, mutation):
+        """Does a test fail, or a file not even load, without the fault?"""
+        if failed not in self.fails_anyway:
+            alone = [failed] if "::" in failed else [failed, "--collect-only"]
+            self.fails_anyway[failed] = bool(self.tested(place, alone, mutation).failed)
+            if self.fails_anyway[failed]:
+                print(f"fails without any fault, and tells nothing: {failed}", flush=True)
+        return self.fails_anyway[failed]
 
     def fate(self, mutation: Mutation) -> Fate:
         """Try one mutation."""
