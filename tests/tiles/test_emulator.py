@@ -408,6 +408,28 @@ FORBIDDEN = {  # PTX: (kind, words)
     "bar.sync 16, 32;": ("bounds", "named barriers are numbered 0 to 15, got 16"),
     "shfl.sync.bfly.b32 x, x, 1, 31, 0xFFFF;": ("language", "only whole warps are emulated"),
     "mapa.shared::cluster.u32 x, s, 1; ld.shared::cluster.b32 x, [x];": ("bounds", "the cluster has no block 1"),
+    INIT + "bar.warp.sync -1; mad.lo.u32 s, %t, 8, s; mbarrier.try_wait.parity.shared.b64 p, [s], 0;": (
+        "divergence",
+        "lanes wait for different barriers or parities",
+    ),
+    INIT + "bar.warp.sync -1; mbarrier.try_wait.parity.shared.b64 p, [s], %t;": (
+        "divergence",
+        "different barriers or parities",
+    ),
+    "mad.lo.u32 x, %t, 8, s; st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [x], %t, [x];": (
+        "divergence",
+        "lanes store and tell different barriers",
+    ),
+    ".reg .b32 f; mov.b32 f, 0f00000000; red.global.add.v4.f32 [%a0+4], {f, f, f, f};": (
+        "bounds",
+        "an addition to 16 bytes at 0x.*, which is no multiple",
+    ),
+    ".reg .b32 f; mov.b32 f, 0f3F800001; "
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {x, x, x, x}, {f, f, f, f}, {f, f}, {x, x, x, x};": (
+        "language",
+        "a number is not rounded to tf32",
+    ),
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [s+4];": ("bounds", "shared memory at .*, which is no multiple of 16"),
     "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [s];": ("never written", "which nobody has written"),
 }
 
@@ -417,6 +439,27 @@ def test_forbidden(body):
     kind, words = FORBIDDEN[body]
     found = stops(kind, words, execute, SHARED + body, np.zeros(32, np.uint32), shared=PLAN)
     assert re.search(r"PTX line \d+ `", found.line)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (
+            ".reg .b32 r, y; and.b32 r, %t, 1; mapa.shared::cluster.u32 y, s, r; st.shared::cluster.b32 [y], x;",
+            "language",
+            "one instruction reaches into several blocks",
+        ),
+        (
+            ".reg .b32 r, y, z; mov.u32 r, %cluster_ctarank; mapa.shared::cluster.u32 y, s, r; xor.b32 r, r, 1; "
+            "mapa.shared::cluster.u32 z, s, r; mad.lo.u32 z, %t, 4, z; "
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [z], x, [y];",
+            "plan",
+            "st.async writes to one block and tells another's barrier",
+        ),
+    ],
+)
+def test_forbidden_in_a_cluster(body, kind, words):
+    stops(kind, words, execute, SHARED + body, shared=PLAN, blocks=2)
 
 
 # ---- counts and orders -----------------------------------------------------------------------------------------------
