@@ -7,7 +7,7 @@ import pytest
 from numba import types
 
 import ops
-from ops import cluster, cluster_sum, grid, warpgroup
+from ops import block, cluster, cluster_sum, grid, warpgroup
 from ops.for_attention import triangular_inverse
 from tiles import barrier, bf16, fp8e4m3, fp16, fp32, rt, st, sv
 from tiles.op import OPS, Name
@@ -96,6 +96,12 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.lane_moment, [T.col_vec], "lane_moment: takes a register tile of fp32 in row layout"),
     (ops.lane_moment, [B], "lane_moment: takes a register tile of fp32 in row layout"),
     (ops.lane_moment, [COLUMNS], "lane_moment: takes a register tile of fp32 in row layout"),
+    (warpgroup.reduce_sum, [T, V], "warpgroup.reduce_sum: takes a number or a whole vector of each warp"),
+    (warpgroup.reduce_sum, [replace(SIXTEEN.row_vec, partial=True), V], "warpgroup.reduce_sum: takes a number or a whole"),
+    (warpgroup.reduce_sum, [SIXTEEN.row_vec, T.row_vec], "warpgroup.reduce_sum: scratch must be an fp32 shared vector"),
+    (warpgroup.reduce_sum, [SIXTEEN.row_vec, sv(64, bf16)], "warpgroup.reduce_sum: scratch must be an fp32 shared vector"),
+    (warpgroup.reduce_sum, [SIXTEEN.row_vec, sv(48, fp32)], "warpgroup.reduce_sum: scratch must be an fp32 shared vector"),
+    (block.reduce_max, [T.row_vec, sv(48, fp32)], "block.reduce_max: scratch must be an fp32 shared vector of 64"),
     (ops.cumsum, [T], "cumsum: takes an fp32 tile in column layout"),
     (ops.cumsum, [B.row_vec], "cumsum: takes an fp32 tile in column layout"),
     (ops.cumsum, [T.col_vec], "cumsum: takes an fp32 tile in column layout"),
@@ -164,6 +170,8 @@ TAKEN = [  # the edges of what they take
     (warpgroup.zero_rows, [S, N, 1]),
     (warpgroup.zero_rows, [S, N, 8]),
     (ops.lane_sum, [COLUMNS]),
+    (warpgroup.reduce_sum, [SIXTEEN.row_vec, V]),
+    (block.reduce_max, [T.row_vec, V]),
     (ops.cumsum, [COLUMNS]),
     (ops.cumsum, [COLUMNS.col_vec]),
     (ops.cumsum_columns, [F, S, X]),
