@@ -387,6 +387,8 @@ FORBIDDEN = {  # PTX: (kind, words)
     "ld.global.b32 x, [%a0+-4];": ("bounds", "not all of one array that the launch was given"),
     "st.global.b32 [%a0+128], x;": ("bounds", "not all of one array that the launch was given"),
     "mad.wide.u32 d, %t, 8, %a0; st.global.b32 [d], x;": ("bounds", "not all of one array"),
+    "mad.wide.u32 d, %t, 2, %a0; ld.global.b32 x, [d];": ("bounds", "4 bytes at 0x.*, which is no multiple"),  # of some lanes
+    "mad.lo.u32 s, %t, 2, s; ld.shared.b32 x, [s];": ("bounds", "shared memory at .*, which is no multiple of 4"),
     "ld.shared.b32 x, [s+2];": ("bounds", "shared memory at .*, which is no multiple of 4"),
     "ld.shared.v2.b32 {x, x}, [s+4];": ("bounds", "no multiple of 8"),
     "ld.shared.b32 x, [s+8192];": ("bounds", "of shared memory, which ends at"),
