@@ -33,8 +33,11 @@ def mirrored(path: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def table():
-    return tomllib.loads((Path(__file__).parent / "own_tests.toml").read_text())
+def table() -> dict[str, list[str]]:
+    """{pattern of sources: patterns of test files}."""
+    rows = tomllib.loads((Path(__file__).parent / "own_tests.toml").read_text())
+    places = {sources: [test.rpartition("/") for test in tests.split()] for sources, tests in rows.items()}
+    return {sources: [f"tests/{folder}/test_{name}.py" for folder, _, name in tests] for sources, tests in places.items()}
 
 
 @functools.cache
