@@ -318,6 +318,16 @@ def product_over_an_operand():
     warpgroup.store(y, z)  # guilty
 
 
+@broken("left operand overwritten in flight", one_more("wgmma.wait_group.sync.aligned"), "race", "end of the mma", "st", 4, Y)
+def product_over_its_left_operand():
+    x, y = Y.open()
+    warpgroup.store(x, zeros(R))
+    warpgroup.store(y, zeros(R))
+    warpgroup.sync()
+    warpgroup.wait(warpgroup.mm_AB(x, y))
+    warpgroup.store(x, zeros(R))  # guilty
+
+
 @broken(
     "written while another reads",
     without(r"bar(?:rier)?\.sync\s+0", 2),
