@@ -14,7 +14,7 @@ from numba import cuda
 from test_emulator_arithmetic import CASES
 
 from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, warpgroup, zeros
-from tiles import barrier, bf16, fp32, rt, shared, st
+from tiles import barrier, bf16, fp32, rt, shared, st, tensor
 from tiles.emulator import emulate, table
 
 SEEDS = [None, 1, 2]
@@ -61,6 +61,31 @@ def by_a_warp(x, product, turned):
     a = load(tile, B)
     store(product, mma_ABt(zeros(rt(16, 16, fp32)), a, tile), (0, 0))
     store(turned, transpose(a), (0, 0))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tiles_before_and_behind_the_array_are_zeros(seed):
+    """To the sides of a middle one, too, beside which memory goes on."""
+    T = rt(16, 64, bf16)
+
+    @cuda.jit
+    def body(x, down, across):
+        tile, full = PLAN.open()
+        for j in range(6):
+            raw.expect(full, 2048)
+            raw.tma_load(tile, x, (j - 1, 0) if j < 3 else (0, j - 4), full)
+            raw.wait(full, j + 1)
+            if j < 3:
+                store(down, load(tile, T), (16 * j, 0))
+            else:
+                store(across, load(tile, T), (0, 64 * (j - 3)))
+
+    x = np.random.default_rng(0).standard_normal((48, 192)).astype(bf16.np)
+    down, across = np.zeros((48, 64), bf16.np), np.zeros((16, 192), bf16.np)
+    emulate(body, (1, 1, 1), 32, [tensor(x[16:32, 64:128], st(16, 64, bf16)), down, across], PLAN, seed)
+    nothing = np.zeros((16, 64), bf16.np)
+    assert (down == np.vstack([nothing, x[16:32, 64:128], nothing])).all()
+    assert (across == np.hstack([nothing, x[16:32, 64:128], nothing])).all()
 
 
 @functools.cache
