@@ -90,6 +90,8 @@ RULES = {  # {text: {fault: what it becomes}}
         "icmp_unsignedforicmp_signed#1": 'b.icmp_unsigned("<", x, y)',
     },
     "range(2, n)": {"range+1#1": "range(2, (n + 1))", "range-1#1": "range(2, (n - 1))", "range-start+1#1": "range(3, n)"},
+    "f(int32(end - key))": {"int32+1#1": "f(int32(((end - key) + 1)))", "int32-1#1": "f(int32(((end - key) - 1)))"},
+    "truncate(x, 1, end)": {"truncate-1#1": "truncate(x, 1, (end - 1))"},
     "x[0], x[a:b]": {"index+1#1": "x[1], x[a:b]", "slice+1#1": "x[0], x[(a + 1):b]", "slice-1#1": "x[0], x[a:(b - 1)]"},
     "b.u32(7)": {"immediate+1#1": "b.u32(8)"},
     "y = a + b * n": {"-for+#1": "y = a - b * n", "*+1#1": "y = a + b * (n + 1)"},

@@ -31,6 +31,8 @@ OPPOSITES = {ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is n
 OPPOSITES |= {ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")}
 SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mod: ("%", "//"), ast.LShift: ("<<", ">>"), ast.RShift: (">>", "<<")}
 SIGNS |= {ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&")}
+COUNTS = {"int32": 0, "truncate": 2, "less": 1, "less_equal": 1, "greater": 1, "greater_equal": 1, "zero_rows": 1, "clear": 1}
+COUNTS |= {"right_fill": 1, "left_fill": 1, "lower_fill": 1, "upper_fill": 1}  # which argument is the edge
 CALLED = dict(["min max".split(), "minimum maximum".split(), "any all".split(), "floor ceil".split(), "rows cols".split()])
 CALLED |= {other: name for name, other in CALLED.items()}
 EMITTED = {"add": "sub", "sub": "add", "and_": "or_", "or_": "and_", "shl": "lshr", "lshr": "shl", "udiv": "urem"}  # by b.
@@ -168,6 +170,16 @@ def ends_a_range_elsewhere(node, source) -> Faults:
                 yield f"range{by}".replace(" ", ""), (moved(source, stop, by),)
         if len(node.args) > 1 and number(node.args[0]):
             yield "range-start+1", (moved(source, node.args[0], "+ 1"),)
+
+
+@rule(ast.Call)
+def counts_one_off(node, source) -> Faults:
+    """One row or column more, or less, is masked, cleared, cut off or computed."""
+    place = COUNTS.get(called(node), len(node.args))
+    for value in node.args[place : place + 1]:
+        if number(value) and not (called(node) == "int32" and not isinstance(value, ast.BinOp)):
+            for by in ("+ 1", "- 1"):
+                yield f"{called(node)}{by}".replace(" ", ""), (moved(source, value, by),)
 
 
 @rule(ast.Subscript)
