@@ -100,8 +100,6 @@ def _check(name, acc, a, b, shape):
         or b.shape != shape
         or acc.shape[0] != a.rows
         or acc.dtype is not fp32
-        or b.rows % 16
-        or b.cols % 32
     ):
         raise TypeError(
             f"{name}: takes acc rt(m, n, fp32), a of fp16, rt(m, k) or st(m, k), and a shared tile b of fp8, "

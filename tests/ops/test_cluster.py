@@ -9,7 +9,7 @@ from numba import cuda
 import tiles
 from ops import cluster, load, raw, store, warpgroup, zeros
 from ops.cluster_sum import max_over_cluster, sum_over_cluster
-from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
+from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, sass, shared, st, sv, tensor, tf32
 from tiles.arguments import parameter
 from tiles.compiler import compile_kernel
 from tiles.testing import blank, meaning, pairs, ptx, wide
@@ -327,3 +327,33 @@ def test_giving_a_shared_slot_back_costs_no_fence():
     assert not any(opcode.startswith(("MEMBAR", "ERRBAR", "FENCE")) for opcode in loop)
     loads = Counter(i.opcode for i in sass.listing(found) if i.mnemonic == "UTMALDG")
     assert set(loads) == {"UTMALDG.2D", "UTMALDG.2D.MULTICAST"} and len({*loads.values()}) == 1
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_block_that_the_cluster_has_not(rank):
+    smem = shared(first=sv(16, fp32), a=st(16, 64, fp32))
+
+    @cuda.jit
+    def body(rank):
+        _, a = smem.open()
+        cluster.map(a, rank)
+        cluster.sync()
+
+    with pytest.raises(Hazard, match=f"there is no block {rank} in a cluster of 2 blocks"):
+        meaning(body, rank, shared=smem, cluster=2)
+
+
+def test_bytes_that_count_at_another_block():
+    """A tile of the next block, and a barrier of this one."""
+    S, T = st(16, 64, fp32), rt(16, 64, fp32)
+    smem = shared(first=sv(16, fp32), a=S, full=barrier(1))
+
+    @cuda.jit
+    def body():
+        _, a, full = smem.open()
+        cluster.sync()
+        cluster.store_async(cluster.map(a, 1 - cluster.rank()), zeros(T), cluster.map(full, cluster.rank()))
+        cluster.sync()
+
+    with pytest.raises(Hazard, match="bytes: stores to .* of block .*, and counts on barrier 'full' of block"):
+        meaning(body, shared=smem, cluster=2)

@@ -119,3 +119,20 @@ def test_a_mask_is_what_is_not_0(run):
     only[3] = np.nan
     run(body, only, none)
     assert (none[:2] == np.where(only != 0, 1, 2)).all() and none[2, 5] == 0
+
+
+def test_and_or_not(run):
+    """Of masks and of numbers, each pair: 1 and 0 come of it."""
+    V = rt(16, 16, fp32).row_vec
+
+    @cuda.jit
+    def body(x, y, out):
+        a, b = load(x, V, (0,)), load(y, V, (0,))
+        store(out, a & b, (0, 0))
+        store(out, a | b, (1, 0))
+        store(out, ~a, (2, 0))
+
+    some = np.array([0.0, 1.0, -0.5, np.nan], np.float32)
+    x, y, out = np.repeat(some, 4), np.tile(some, 4), blank((3, 16))
+    run(body, x, y, out)
+    assert (out == [(x != 0) & (y != 0), (x != 0) | (y != 0), x == 0]).all()

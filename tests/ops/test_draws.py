@@ -108,9 +108,17 @@ def test_published_numbers_in_a_kernel(run):
         assert [out[at] for at in PLACES] == [half < share for half in FIRST] and above[PLACES[FIRST.index(share)]] == 1
 
 
+@cuda.jit
+def drawn_of_row(out, col, step):
+    store(out, bernoulli_of_row(rt(32, 48, fp32), 1, 0, 0, 0, 0, 0, col, step), (0, 0))
+
+
 def test_mistakes():
     with pytest.raises(Hazard, match="bernoulli: row and col must be multiples of 16: row=8, col=0"):
         meaning(drawn, blank((32, 48), fp32), 1, 0, 0, 0, 0, 8, 0)
+    for col, step in (8, 48), (0, 24):
+        with pytest.raises(Hazard, match=f"bernoulli_of_row: col and step must be multiples of 16: {col=}, {step=}"):
+            meaning(drawn_of_row, blank((32, 48), fp32), col, step)
     with pytest.raises(TypeError, match=re.escape("takes integers, got float32")):
         meaning(drawn, blank((32, 48), fp32), 0.5, 0, 0, 0, 0, 0, 0)
     for shape in rt(16, 16, bf16), rt(16, 16, fp32).col_vec:

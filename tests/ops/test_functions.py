@@ -197,6 +197,19 @@ def test_map_by_a_function_of_fewer():
         meaning(body, np.zeros((16, 16), np.float32))
 
 
+def test_map_by_a_function_of_no_number():
+    @inlined
+    def both(x):
+        return x, x
+
+    @cuda.jit
+    def body(x):
+        ops.map(load(x, rt(16, 16, fp32), (0, 0)), both)
+
+    with pytest.raises(TypeError, match="map: the function must return a number, got UniTuple"):
+        ptx(body, blank((16, 16)))
+
+
 def test_functions_chain_in_registers(run, sample):
     """Ops of ops under @inlined are ops: here softplus."""
     T = rt(16, 16, fp32)

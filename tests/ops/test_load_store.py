@@ -9,9 +9,9 @@ from cut_tiles import DTYPES, PLACES, WIDTHS, cut
 from numba import cuda
 
 import tiles
-from ops import load, store, truncate, warpgroup
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
-from tiles.testing import blank, guarded, pairs, ptx
+from ops import load, store, truncate, warpgroup, zeros
+from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
+from tiles.testing import blank, guarded, meaning, pairs, ptx
 
 # ---- global arrays -------------------------------------------------------------------------------------------------
 
@@ -294,3 +294,20 @@ def test_clip(run, sample, end):
     inside = np.arange(32)[:, None] < end
     assert (y == np.where(inside, x, 0)).all()
     assert (seen[: max(end, 0)] == x[: max(end, 0)]).all() and np.isnan(seen[max(end, 0) :]).all()
+
+
+@pytest.mark.parametrize("batch", [-1, 2])
+@pytest.mark.parametrize("stores", [False, True])
+def test_an_index_beside_the_array(batch, stores):
+    """Rows and columns may lie outside, other axes may not."""
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, n):
+        if stores:
+            store(x, zeros(T), (n, 0, 0))
+        else:
+            load(x, T, (n, 0, 0))
+
+    with pytest.raises(Hazard, match=r"index \(.*\) is out of range for an array of shape \(2, 16, 16\)"):
+        meaning(body, np.zeros((2, 16, 16), np.float32), batch)

@@ -316,3 +316,15 @@ def test_parts_of_a_shared_vector(run, sample):
     x, y = sample(64), blank(64)
     run(body, x, y, shared=smem)
     assert (y == x.reshape(4, 16)[::-1].ravel()).all()
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_part_that_a_vector_has_not(index):
+    smem = tiles.shared(x=sv(64, fp32))
+
+    @cuda.jit
+    def body(i):
+        subtile(smem.open()[0], 16, i)
+
+    with pytest.raises(Hazard, match=rf"subtile {index} of 16 elements lies outside sv\(64, fp32\)"):
+        meaning(body, index, shared=smem)

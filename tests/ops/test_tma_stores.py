@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 import tiles
-from ops import load, prefetch, store_wait, tma_add, warpgroup, zeros
+from ops import load, prefetch, store, store_wait, tma_add, tma_store, warpgroup, zeros
 from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, sv, tensor
 from tiles.interpreter import interpret
 from tiles.testing import blank, meaning, pairs, ptx
@@ -82,6 +82,25 @@ def test_one_warp_adds_what_others_hand_it(run, sample):
     x, y = np.round(sample((256, 64)) * 4), np.round(sample((100, 64)) * 4)
     want = y + 2 * (x[:128] + x[128:])[:100]
     run(body, x, tensor(y, S), warps=8, shared=smem)
+    assert (y == want).all()
+
+
+@pytest.mark.parametrize("send", [tma_store, tma_add], ids=lambda f: f.__name__)
+def test_one_warp_sends_what_it_wrote(run, sample, send):
+    """It needs no fence of its own between the store and the copy."""
+    S, T = st(16, 64, fp32), rt(16, 64, fp32)
+    smem = tiles.shared(a=S)
+
+    @cuda.jit
+    def body(x, y):
+        (a,) = smem.open()
+        store(a, load(x, T, (0, 0)))
+        send(y, (0, 0), a)
+        store_wait()
+
+    x, y = np.round(sample((16, 64)) * 4), np.round(sample((16, 64)) * 4)
+    want = x if send is tma_store else x + y
+    run(body, x, tensor(y, S), shared=smem)
     assert (y == want).all()
 
 

@@ -13,18 +13,25 @@ from tiles.testing import blank
 
 @pytest.mark.parametrize(("rows", "dtype"), [(16, bf16), (64, bf16), (128, fp16)])
 def test_load_transposed(run, sample, rows, dtype):
+    """TMA brings the second tile to where the first one was read."""
     S, T = st(rows, 64, dtype), rt(16, rows, dtype)
     smem = tiles.shared(x=ring(S, 1))
 
     @cuda.jit
     def body(x, y):
         (a,) = smem.open()
-        a.fill(0, x, (0, 0))
-        warpgroup.store(y, warpgroup.load_transposed(a.wait(0), T), (0, 0))
+        if warpgroup.id() == 1:
+            for j in range(2):
+                a.fill(j, x, (j, 0))
+        else:
+            for j in range(2):
+                turned = warpgroup.load_transposed(a.wait(j), T)
+                a.release(j)
+                warpgroup.store(y, turned, (j, 0, 0), 1, 2)
 
-    x, y = sample((rows, 64), dtype), blank((64, rows), dtype)
-    run(body, tensor(x, S), y, warps=4, shared=smem)
-    assert (y == x.T).all()
+    x, y = sample((2 * rows, 64), dtype), blank((2, 64, rows), dtype)
+    run(body, tensor(x, S), y, warps=8, shared=smem)
+    assert (y == x.reshape(2, rows, 64).swapaxes(1, 2)).all()
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, bf16), (32, fp16), (128, bf16)])

@@ -181,17 +181,19 @@ def test_one_may_say_that_nobody_is_to_look(run, sample):
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "cols", "tile", "vector"),
+    ("layout", "axes", "rows", "cols", "tile", "vector"),
     [
-        ("A", -2, -1, True, True),
-        ("C", 0, 2, True, True),
-        ("F", 0, 2, False, False),
-        ("A", 2, 1, False, False),
-        ("A", 0, 1, True, False),
+        ("A", 3, -2, -1, True, True),
+        ("C", 3, 0, 2, True, True),
+        ("F", 3, 0, 2, False, False),
+        ("F", 2, 0, 1, False, False),
+        ("F", 1, 0, 0, False, True),
+        ("A", 3, 2, 1, False, False),
+        ("A", 3, 0, 1, True, False),
     ],
 )
-def test_what_types_say(layout, rows, cols, tile, vector):
-    array, T = types.Array(NUMBA_SCALARS[bf16.np], 3, layout), rt(16, 64, bf16)
+def test_what_types_say(layout, axes, rows, cols, tile, vector):
+    array, T = types.Array(NUMBA_SCALARS[bf16.np], axes, layout), rt(16, 64, bf16)
     assert (suits(array, T, rows, cols), suits(array, T.row_vec, rows, cols)) == (tile, vector)
     assert not suits(array, rt(32, 64, fp8e4m3), rows, cols) and not suits(array, rt(16, 64, bf16, "col"), rows, cols)
     assert not suits(array, T.col_vec, rows, cols)

@@ -19,7 +19,7 @@ from ops import (
     zeros,
 )
 from tiles import bf16, fp8e4m3, fp16, fp32, rt, st
-from tiles.testing import blank, ptx
+from tiles.testing import blank, meaning, ptx
 
 ORDER = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
 
@@ -84,12 +84,28 @@ def test_products(run, sample, rows, keys, dim):
     np.testing.assert_allclose(o, exact[2] @ exact[1], atol=1e-3)
 
 
-def test_what_cannot_be_multiplied(run):
-    smem = tiles.shared(k=st(16, 64, fp8e4m3))
+ACC, LEFT, RIGHT = rt(16, 64, fp32), rt(16, 64, fp16), st(64, 64, fp8e4m3)
+WRONG = {  # of three operands that fit, one is replaced
+    "acc's rows": (rt(32, 64, fp32), LEFT, RIGHT),
+    "acc's dtype": (rt(16, 64, bf16), LEFT, RIGHT),
+    "a's dtype": (ACC, rt(16, 64, bf16), RIGHT),
+    "a's layout": (ACC, rt(16, 64, fp16, "col"), RIGHT),
+    "b's dtype": (ACC, LEFT, st(64, 64, fp16)),
+    "b's place": (ACC, LEFT, rt(64, 64, bf16)),
+    "b's rows": (ACC, LEFT, st(32, 64, fp8e4m3)),
+    "b's columns": (ACC, LEFT, st(64, 32, fp8e4m3)),
+}
+
+
+@pytest.mark.parametrize("product", [mma_ABt_unzipped, mma_AB_unzipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_multiplied(product, wrong):
+    acc, left, right = WRONG[wrong]
+    smem = tiles.shared(k=right if isinstance(right, st) else RIGHT)
 
     @cuda.jit
     def body():
-        mma_ABt_unzipped(zeros(rt(16, 16, fp32)), zeros(rt(16, 64, bf16)), smem.open()[0])
+        product(zeros(acc), zeros(left), smem.open()[0] if isinstance(right, st) else zeros(right))
 
-    with pytest.raises(TypeError, match=r"mma_ABt_unzipped: takes acc rt\(m, n, fp32\), a of fp16"):
-        run(body, shared=smem)
+    with pytest.raises(TypeError, match=rf"{product.__name__}: takes acc rt\(m, n, fp32\), a of fp16"):
+        meaning(body, shared=smem)

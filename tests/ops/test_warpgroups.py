@@ -8,8 +8,8 @@ from numba import cuda
 
 import tiles
 from ops import load, ones, raw, store, subtile, warpgroup
-from tiles import bf16, fp16, fp32, ring, rt, st, tensor
-from tiles.testing import blank
+from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, tensor
+from tiles.testing import blank, meaning
 
 FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
 
@@ -137,3 +137,15 @@ def test_turns_order_the_players(run, players):
         for player in range(players):
             want = 4 * want + player + 1
     assert (log == np.float32(want)).all() and want < 2**24
+
+
+@pytest.mark.parametrize("player", [-1, 3])
+def test_a_player_that_there_is_not(player):
+    turn = warpgroup.ping_pong(2)
+
+    @cuda.jit
+    def body(me):
+        turn.take(me)
+
+    with pytest.raises(Hazard, match=rf"ping_pong\(2 players\) has no player {player}"):
+        meaning(body, player, warps=4)

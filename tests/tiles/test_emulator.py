@@ -14,7 +14,7 @@ from numba import cuda, float32, int8
 from test_emulator_arithmetic import CASES
 
 from ops import cluster, commit_group, copy_async, load, mma_ABt, raw, store, transpose, wait_group, warpgroup, zeros
-from tiles import barrier, bf16, fp32, rt, shared, st, sv
+from tiles import barrier, bf16, fp32, rt, shared, st, sv, tensor
 from tiles.emulator import emulate, table
 
 SEEDS = [None, 1, 2]
@@ -61,6 +61,31 @@ def by_a_warp(x, product, turned):
     a = load(tile, B)
     store(product, mma_ABt(zeros(rt(16, 16, fp32)), a, tile), (0, 0))
     store(turned, transpose(a), (0, 0))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tiles_before_and_behind_the_array_are_zeros(seed):
+    """To the sides of a middle one, too, beside which memory goes on."""
+    T = rt(16, 64, bf16)
+
+    @cuda.jit
+    def body(x, down, across):
+        tile, full = PLAN.open()
+        for j in range(6):
+            raw.expect(full, 2048)
+            raw.tma_load(tile, x, (j - 1, 0) if j < 3 else (0, j - 4), full)
+            raw.wait(full, j + 1)
+            if j < 3:
+                store(down, load(tile, T), (16 * j, 0))
+            else:
+                store(across, load(tile, T), (0, 64 * (j - 3)))
+
+    x = np.random.default_rng(0).standard_normal((48, 192)).astype(bf16.np)
+    down, across = np.zeros((48, 64), bf16.np), np.zeros((16, 192), bf16.np)
+    emulate(body, (1, 1, 1), 32, [tensor(x[16:32, 64:128], st(16, 64, bf16)), down, across], PLAN, seed)
+    nothing = np.zeros((16, 64), bf16.np)
+    assert (down == np.vstack([nothing, x[16:32, 64:128], nothing])).all()
+    assert (across == np.hstack([nothing, x[16:32, 64:128], nothing])).all()
 
 
 @functools.cache
@@ -460,6 +485,8 @@ FORBIDDEN = {  # PTX: (kind, words)
     "ld.global.b32 x, [%a0+-4];": ("bounds", "not all of one array that the launch was given"),
     "st.global.b32 [%a0+128], x;": ("bounds", "not all of one array that the launch was given"),
     "mad.wide.u32 d, %t, 8, %a0; st.global.b32 [d], x;": ("bounds", "not all of one array"),
+    "mad.wide.u32 d, %t, 2, %a0; ld.global.b32 x, [d];": ("bounds", "4 bytes at 0x.*, which is no multiple"),  # of some lanes
+    "mad.lo.u32 s, %t, 2, s; ld.shared.b32 x, [s];": ("bounds", "shared memory at .*, which is no multiple of 4"),
     "ld.shared.b32 x, [s+2];": ("bounds", "shared memory at .*, which is no multiple of 4"),
     "ld.shared.v2.b32 {x, x}, [s+4];": ("bounds", "no multiple of 8"),
     "ld.shared.b32 x, [s+8192];": ("bounds", "of shared memory, which ends at"),
@@ -481,6 +508,28 @@ FORBIDDEN = {  # PTX: (kind, words)
     "bar.sync 16, 32;": ("bounds", "named barriers are numbered 0 to 15, got 16"),
     "shfl.sync.bfly.b32 x, x, 1, 31, 0xFFFF;": ("language", "only whole warps are emulated"),
     "mapa.shared::cluster.u32 x, s, 1; ld.shared::cluster.b32 x, [x];": ("bounds", "the cluster has no block 1"),
+    INIT + "bar.warp.sync -1; mad.lo.u32 s, %t, 8, s; mbarrier.try_wait.parity.shared.b64 p, [s], 0;": (
+        "divergence",
+        "lanes wait for different barriers or parities",
+    ),
+    INIT + "bar.warp.sync -1; mbarrier.try_wait.parity.shared.b64 p, [s], %t;": (
+        "divergence",
+        "different barriers or parities",
+    ),
+    "mad.lo.u32 x, %t, 8, s; st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [x], %t, [x];": (
+        "divergence",
+        "lanes store and tell different barriers",
+    ),
+    ".reg .b32 f; mov.b32 f, 0f00000000; red.global.add.v4.f32 [%a0+4], {f, f, f, f};": (
+        "bounds",
+        "an addition to 16 bytes at 0x.*, which is no multiple",
+    ),
+    ".reg .b32 f; mov.b32 f, 0f3F800001; "
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {x, x, x, x}, {f, f, f, f}, {f, f}, {x, x, x, x};": (
+        "language",
+        "a number is not rounded to tf32",
+    ),
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [s+4];": ("bounds", "shared memory at .*, which is no multiple of 16"),
     "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [s];": ("never written", "which nobody has written"),
 }
 
@@ -490,6 +539,27 @@ def test_forbidden(body):
     kind, words = FORBIDDEN[body]
     found = stops(kind, words, execute, SHARED + body, np.zeros(32, np.uint32), shared=PLAN)
     assert re.search(r"PTX line \d+ `", found.line)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (
+            ".reg .b32 r, y; and.b32 r, %t, 1; mapa.shared::cluster.u32 y, s, r; st.shared::cluster.b32 [y], x;",
+            "language",
+            "one instruction reaches into several blocks",
+        ),
+        (
+            ".reg .b32 r, y, z; mov.u32 r, %cluster_ctarank; mapa.shared::cluster.u32 y, s, r; xor.b32 r, r, 1; "
+            "mapa.shared::cluster.u32 z, s, r; mad.lo.u32 z, %t, 4, z; "
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [z], x, [y];",
+            "plan",
+            "st.async writes to one block and tells another's barrier",
+        ),
+    ],
+)
+def test_forbidden_in_a_cluster(body, kind, words):
+    stops(kind, words, execute, SHARED + body, shared=PLAN, blocks=2)
 
 
 # ---- counts and orders -----------------------------------------------------------------------------------------------

@@ -121,6 +121,36 @@ PARITY = r"(mbarrier.try_wait\S* \w+, \[\S+\]), \S+;"
     1,
     X,
 )
+@broken(
+    "one coordinate of two",
+    instead(r"(cp.async.bulk.tensor.2d.*\{%r\d+), %r\d+", r"\1"),
+    "plan",
+    "1 coordinates for a tensor map of 2 axes",
+    "cp.async.bulk.tensor.2d",
+    1,
+    X,
+)
+@broken(
+    "a tensor map 64 bytes on",
+    instead(r"(cp.async.bulk.tensor.2d.*\[)(%rd\d+),", r".reg .b64 far;\nadd.s64 far, \2, 64;\n\1far,"),
+    "plan",
+    "no tensor map lies at",
+    "cp.async.bulk.tensor.2d",
+    1,
+    X,
+)
+@broken(
+    "a copy to a block that there is not",
+    instead(
+        r"(cp.async.bulk.tensor.2d.shared::)cta(\S*)(.*\])",
+        r".reg .b16 to;\nmov.b16 to, 2;\n\1cluster\2.multicast::cluster\3, to",
+    ),
+    "bounds",
+    "the cluster has no block 1",
+    "cp.async.bulk.tensor.2d",
+    1,
+    X,
+)
 @broken("no expect", without("mbarrier.arrive.expect_tx"), {"deadlock", "bytes"}, "", "mbarrier.try_wait", 1, X)
 def bring(small, out):
     x, full = X.open()
@@ -207,6 +237,9 @@ def copy_and_leave(source):
     wait_group()
 
 
+LANE_NUMBER = ".reg .b32 lane;\nmov.u32 lane, %tid.x;\n"
+
+
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
 @broken("no fence before wgmma", without("fence.proxy.async"), "fence", "mma reads .* no fence.proxy.async", "wgmma.mma", 4, Y)
 @broken("no sync before wgmma", without("bar.sync %r"), {"race", "never written"}, "mma reads shared", "wgmma.mma_async", 4, Y)
@@ -217,6 +250,37 @@ def copy_and_leave(source):
     "wait",
     "an mma in flight is to write",
     "",
+    4,
+    Y,
+)
+@broken(
+    "lanes that disagree on scale-d",
+    instead("setp.ne.b32 p, 1, 0", f"{LANE_NUMBER}setp.ne.b32 p, lane, 0", 0),
+    "divergence",
+    "the lanes disagree on whether the wgmma accumulates",
+    "wgmma.mma_async",
+    4,
+    Y,
+)
+@broken(
+    "a descriptor for each lane",
+    instead(
+        r"(wgmma.mma_async.* )(%rd\d+), p",
+        rf"{LANE_NUMBER}.reg .b64 own;\ncvt.u64.u32 own, lane;\nadd.s64 own, own, \2;\n\1own, p",
+        0,
+    ),
+    "divergence",
+    "the lanes' descriptors differ",
+    "wgmma.mma_async",
+    4,
+    Y,
+)
+@broken(
+    "wgmma of half a slice",
+    instead("wgmma.mma_async.sync.aligned.m64n64k16", "wgmma.mma_async.sync.aligned.m64n64k8"),
+    "language",
+    "m64n64k8.* with 32 registers",
+    "wgmma.mma_async",
     4,
     Y,
 )
@@ -252,6 +316,16 @@ def product_over_an_operand():
     z = warpgroup.wait(warpgroup.mm_AB(x, y))
     warpgroup.sync()
     warpgroup.store(y, z)  # guilty
+
+
+@broken("left operand overwritten in flight", one_more("wgmma.wait_group.sync.aligned"), "race", "end of the mma", "st", 4, Y)
+def product_over_its_left_operand():
+    x, y = Y.open()
+    warpgroup.store(x, zeros(R))
+    warpgroup.store(y, zeros(R))
+    warpgroup.sync()
+    warpgroup.wait(warpgroup.mm_AB(x, y))
+    warpgroup.store(x, zeros(R))  # guilty
 
 
 @broken(

@@ -175,3 +175,8 @@ def test_a_loop_that_nobody_leaves():
 )
 def test_pressure(body, most):
     assert pressure(program(".reg .pred p;\n.reg .b32 a, b, c;\n.reg .b64 d;\n" + body)) == most
+
+
+def test_a_text_without_a_kernel():
+    with pytest.raises(ValueError, match="the text has no kernel"):
+        read(".version 8.0\n.target sm_90a\n")

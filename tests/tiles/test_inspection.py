@@ -119,6 +119,8 @@ def test_difference(found, changed):
 def test_rows_are_aligned():
     assert list(aligned("abd", "acd", str)) == [Row("a", "a"), Row("b", None), Row(None, "c"), Row("d", "d")]
     assert [row.mark for row in aligned("abd", "acd", str)] == [" ", "-", "+", " "]
+    often = "ab" * 150  # what comes up often is aligned, too
+    assert [row.mark for row in aligned(f"x{often}", f"{often}y", str)] == ["-", *" " * 300, "+"]
 
 
 def test_functions_are_found_by_their_lines(tmp_path):

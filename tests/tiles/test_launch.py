@@ -28,6 +28,12 @@ WRONG = {
     "kernel": (lambda: tiles.launch(len, 1, 32), TypeError, "@cuda.jit"),
     "grid": (lambda: tiles.launch(scale, 0, 32), ValueError, "grid must be .* got 0"),
     "grid axes": (lambda: tiles.launch(scale, (1, 1, 1, 1), 32), ValueError, "up to three"),
+    "grid rows": (
+        lambda: tiles.launch(scale, (1, 65536), 32),
+        ValueError,
+        "grid must have at most 65535 blocks along its second",
+    ),
+    "grid planes": (lambda: tiles.launch(scale, (1, 1, 65536), 32), ValueError, "at most 65535 .* got .1, 1, 65536"),
     "block": (lambda: tiles.launch(scale, 1, 32.0), ValueError, "block must be"),
     "threads": (lambda: tiles.launch(scale, 1, (32, 33)), ValueError, "1056 threads.*up to 1024"),
     "bounds": (lambda: tiles.launch(small, 1, 160), ValueError, "small is made for up to 128"),

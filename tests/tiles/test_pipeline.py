@@ -1,11 +1,14 @@
 """Broken kernels: copies by cp.async and pipelines. See test_hazards.py."""
 
+import numpy as np
 import pytest
 from broken import Cases, check
-from numba import cuda
+from numba import cuda, types
 
-from ops import commit_group, copy_async, load, mma_ABt, store, wait_group, warpgroup, zeros
-from tiles import bf16, fp32, pipeline, ring, rt, shared, st
+from ops import commit_group, copy_async, copy_pages, load, look_up, mma_ABt, store, wait_group, warpgroup, zeros
+from tiles import Hazard, bf16, fp32, pipeline, ring, rt, shared, st, sv
+from tiles.op import OPS, Name
+from tiles.testing import meaning
 
 S, P, R = st(16, 64, fp32), st(32, 64, fp32), rt(16, 64, fp32)
 X = shared(x=S)
@@ -119,6 +122,17 @@ def tile_that_nobody_fills(array):
     k.wait(1)  # guilty
 
 
+@broken("plan", r"is used, and the kernel has not opened it", range(4), K, 128)
+def pipeline_that_is_not_open(array):
+    K.items["k"].fill(0, array, (0, 0, 0))  # guilty
+
+
+@broken("bounds", "pipeline 'k' has no tile -1", range(4), K, 128)
+def tile_before_the_first(array):
+    (k,) = K.open()
+    k.fill(-1, array, (0, 0, 0))  # guilty
+
+
 @broken("collective", r"is filled by a block of 8 warps", range(8), K, 256)
 def block_of_another_size(array):
     (k,) = K.open()
@@ -162,3 +176,99 @@ def test_broken_kernels_stop(case, seed):
 def test_what_a_pipeline_refuses(stages):
     with pytest.raises(ValueError, match=f"got {stages} stages and 3 warps for st\\(32, 64, fp32\\)"):
         pipeline(P, stages, 3)
+
+
+# ---- places that there are not, of copies by cp.async ----------------------------------------------------------------
+V, PART = shared(x=sv(64, fp32)), st(16, 64, fp32)
+POOL, PAGES = np.zeros((2, 8, 64), np.float32), np.zeros((1, 2), np.int32)
+
+
+@pytest.mark.parametrize("row", [-1, 2])
+@pytest.mark.parametrize("plan", [X, V], ids=["tile", "vector"])
+def test_an_index_beside_the_array(plan, row):
+    """What is copied may lie partly outside along its own axes, not along others."""
+
+    @cuda.jit
+    def body(array, row):
+        (x,) = plan.open()
+        copy_async(x, array, (row, 0, 0))
+
+    with pytest.raises(Hazard, match=rf"index {row} is out of range for axis 0 of an array of shape \(2, 2, 64\)"):
+        meaning(body, np.zeros((2, 2, 64), np.float32), row, shared=plan)
+
+
+@pytest.mark.parametrize(("sequence", "first"), [(1, 0), (-1, 0), (0, 16), (0, 8)])
+def test_rows_of_no_page(sequence, first):
+    """Of rows below `last` the table must have the pages."""
+
+    @cuda.jit
+    def body(table, sequence, first):
+        look_up(PART, table, 8, (sequence, first), 32)
+
+    with pytest.raises(Hazard, match=rf"row \d+ of sequence {sequence} lies in no page of a table of shape \(1, 2\)"):
+        meaning(body, PAGES, sequence, first, shared=X)
+
+
+def test_pages_in_pieces_that_do_not_fit():
+    @cuda.jit
+    def body(pool, table):
+        (x,) = X.open()
+        copy_pages(x, pool, look_up(PART, table, 8, (0, 0), 16), (0, 1), 16)
+
+    with pytest.raises(Hazard, match="copy in pieces of 16 bytes: "):
+        meaning(body, POOL, PAGES, shared=X)
+
+
+# ---- what its rules refuse, by types alone ---------------------------------------------------------------------------
+PIPE, N, X32 = pipeline(P, 2, 4), types.int64, types.float32
+TWO, THREE = types.UniTuple(N, 2), types.UniTuple(N, 3)
+A2, A3, TABLE, LINE = (types.Array(t, n, "C") for t, n in ((X32, 2), (X32, 3), (types.int32, 2), (types.int32, 1)))
+FOUND = OPS[pipeline.look_up].type(PIPE, TABLE, N, TWO, N)[0]
+REFUSED = [
+    (pipeline.fill, [PIPE, X32, A2, TWO, 0, 1, None, 16], "fill: the tile's number j must be an integer"),
+    (pipeline.fill, [PIPE, N, A2, TWO, 0, 1, X32, 16], "fill: end must be an integer"),
+    (pipeline.fill, [PIPE, N, A2, TWO, 0, 0, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array, got 0 and 0"),
+    (pipeline.fill, [PIPE, N, A2, TWO, -2, 0, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
+    (pipeline.fill, [PIPE, N, A2, TWO, 0, 2, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
+    (pipeline.fill, [PIPE, N, A2, TWO, -3, 1, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
+    (pipeline.fill, [PIPE, N, A2, TWO, 0, 1, None, 2], "fill: piece must be one of"),
+    (pipeline.look_up, [PIPE, A2, N, TWO, N], "look_up: takes int32 or int64 numbers"),
+    (pipeline.look_up, [PIPE, LINE, N, TWO, N], "look_up: takes int32 or int64 numbers"),
+    (pipeline.look_up, [PIPE, N, N, TWO, N], "look_up: takes int32 or int64 numbers"),
+    (pipeline.look_up, [PIPE, TABLE, X32, TWO, N], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, THREE, N], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, N, N], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, types.UniTuple(X32, 2), N], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, TWO, X32], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.fill_pages, [PIPE, N, A2, FOUND, TWO, N, None, 16], "fill_pages: takes a pool (page, row, ..., column)"),
+    (pipeline.fill_pages, [PIPE, N, A3, FOUND, N, N, None, 16], "fill_pages: takes a pool (page, row, ..., column)"),
+    (pipeline.fill_pages, [PIPE, N, A3, TWO, TWO, N, None, 16], "fill_pages: takes what look_up of a pipeline"),
+    (pipeline.fill_pages, [PIPE, N, A3, N, TWO, N, None, 16], "fill_pages: takes what look_up of a pipeline"),
+    (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, X32, None, 16], "fill_pages: last must be an integer"),
+    (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, N, X32, 16], "fill_pages: end must be an integer"),
+    (pipeline.own, [PIPE, N, -1], "own: newer must be 0 or more, got -1"),
+    (pipeline.wait, [PIPE, N, -1], "wait: newer must be 0 or more, got -1"),
+    (pipeline.reuse, [PIPE, Name(st(72, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
+    (pipeline.reuse, [PIPE, Name(rt(16, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
+]  # fmt: skip
+TAKEN = [
+    (pipeline.fill, [PIPE, N, A2, TWO, -2, -1, N, 4]),
+    (pipeline.fill, [PIPE, N, A3, THREE, 2, 0, None, 16]),
+    (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, N, N, 16]),
+    (pipeline.look_up, [PIPE, None, N, TWO, N]),
+    (pipeline.own, [PIPE, N, 0]),
+    (pipeline.wait, [PIPE, N, 0]),
+    (pipeline.reuse, [PIPE, Name(st(64, 64, fp32))]),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "message"), REFUSED, ids=str)
+def test_refused(op, args, message):
+    with pytest.raises(TypeError) as error:
+        OPS[op].type(*args)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(("op", "args"), TAKEN, ids=str)
+def test_taken(op, args):
+    assert OPS[op].type(*args)

@@ -1,10 +1,11 @@
 """Broken kernels: tiles of a ring used too long, arrivals, bytes and phases of barriers. See test_hazards.py."""
 
+import pytest
 from broken import ONE, RING, TWO, Cases, R, S, X, check
 from numba import cuda
 
 from ops import load, raw, warpgroup, zeros
-from tiles import barrier, bf16, ring, shared
+from tiles import barrier, bf16, ring, rt, shared
 
 broken = Cases()
 
@@ -246,3 +247,9 @@ def filled_twice(small):
 @broken.sweep
 def test_stops(case, seed):
     check(case, seed)
+
+
+@pytest.mark.parametrize("tile", [rt(16, 64, bf16), rt(16, 64, bf16).row_vec, 64], ids=str)
+def test_a_ring_is_of_tiles_in_shared_memory(tile):
+    with pytest.raises(TypeError, match="ring: must be of a tile in shared memory, st or sv, got"):
+        ring(tile, 2)

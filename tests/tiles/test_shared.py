@@ -5,9 +5,11 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from numba import cuda
 
-from tiles import barrier, bf16, fp32, ring, rt, shared, st, sv
+from tiles import Hazard, barrier, bf16, fp32, ring, rt, shared, st, sv
 from tiles.shared import ALIGN, BARRIER_BYTES
+from tiles.testing import meaning, ptx
 
 TILES = some.builds(
     lambda rows, cols, dtype: st(8 * rows, 16 * cols, dtype),
@@ -85,3 +87,18 @@ def test_only_rings_tiles_and_barriers_lie_in_shared_memory(item):
 def test_rings_have_stages_and_readers(stages, readers):
     with pytest.raises(ValueError, match=f"ring: stages and readers must be positive, got {stages} and {readers}"):
         ring(st(64, 64, bf16), stages, readers)
+
+
+@pytest.mark.parametrize("backend", [meaning, ptx])
+def test_all_warps_open_it(backend):
+    """They meet there."""
+    smem = shared(x=sv(16, fp32))
+
+    @cuda.jit
+    def body():
+        if cuda.threadIdx.x < 32:
+            smem.open()
+
+    with pytest.raises(Hazard, match="named barrier 0, where 32 of 64 threads have arrived") as found:
+        backend(body, warps=2, shared=smem)
+    assert found.value.kind == "deadlock"
