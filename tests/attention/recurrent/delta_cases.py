@@ -41,8 +41,8 @@ def agree(place, q, k, v, beta, decay, factor=2, **options):
 
 
 class Sequences:
-    """Tests of sequences. inputs: makes them, as `inputs` does; BETWEEN_PARTS: how far one in parts may be from the whole; ALIKE: the
-    factor of the rule where all keys are the same."""
+    """Tests of sequences. inputs: makes them, as `inputs` does; BETWEEN_PARTS: how far one in parts may be from the whole;
+    ALIKE: the factor of the rule where all keys are the same."""
 
     BETWEEN_PARTS, ALIKE = 2**-7, 4
     inputs = staticmethod(inputs)
@@ -92,8 +92,8 @@ class Sequences:
     @pytest.mark.parametrize("decays", [False, True], ids=["plain", "decays"])
     @pytest.mark.parametrize(("beta", "dtype"), [(0.5, BF16), (1.0, BF16), (1.9, BF16), (1.99, BF16), (2.0, BF16), (1.9, FP16)])
     def test_the_same_key_again_and_again(self, place, beta, dtype, decays):
-        """The elements of A are as great as they can be, and those of T alternate: what they multiply cancels. In the recurrence
-        the next token makes good what one loses by rounding; in chunks the next chunk does: hence the factor."""
+        """The elements of A are as great as they can be, and those of T alternate: what they multiply cancels. In the
+        recurrence the next token makes good what one loses by rounding; in chunks the next chunk does: hence the factor."""
         q, k, v, strength, decay = self.inputs(1, 200, 1, 64, 64, dtype, gate=1e-3)
         k[:] = k[:, :1]
         strength[:] = beta
