@@ -106,6 +106,10 @@ def linear(
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
+    float16: scores scale q . k and the elements of states are read as float16. Beyond 65504 they are infinite and outputs NaN,
+    as after 65504 tokens of keys and values that are all 1. bfloat16 has float32's range. With decays of channels elements of
+    float16 queries and keys must stay below 32 where a channel decays by exp(-15) in a chunk of 64 tokens.
+
     Sequences are cut into chunks of 64 tokens, which the tensor cores multiply: on Hopper with tiles loaded by TMA; on other
     GPUs since Ampere, and where addresses and strides are not multiples of 16 bytes, with copies by cp.async. Decays of
     channels need the former, and normalize=False; otherwise they are computed token by token: correct, and slow.

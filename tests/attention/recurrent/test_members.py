@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from members import BF16, F32, HEADS, MEMBERS
+from members import BF16, F32, FP16, HEADS, MEMBERS
 
 from attention import reference
 from attention.recurrent.linear import linear
@@ -134,6 +134,31 @@ def test_neighbours_do_not_leak(member):
         for got, want in zip(both(found), both(states), strict=True) if member.start else ():
             assert len(got) == 5 and not got[[0, 2, 4]].any()
             np.testing.assert_array_equal(got[mine], want[mine])
+
+
+# ---- float16 --------------------------------------------------------------------------------------------------------
+NARROW = {"based": 1e3, "based, sums": 1e3}  # members whose state grows faster: what values are multiplied by there
+
+
+@every
+@pytest.mark.parametrize("great", ["values", "keys", "queries"])
+def test_great_numbers_of_float16(member, great):
+    """Nothing that is rounded on the way has a narrower range than arrays and results: values of 30000, keys a hundred times
+    as long as queries, and the other way round."""
+    tokens, fixed = member.inputs(70)
+    name = next(name for name, found in MEMBERS.items() if found is member)
+    by = {"values": {"v": NARROW.get(name, 8e3)}, "keys": {"k": 100, "q": 0.01}, "queries": {"k": 0.01, "q": 100}}[great]
+    if "beta" in tokens and great == "keys":
+        tokens["beta"] /= 1e4  # beta |k|^2 decides what is stable
+        by["v"] = 1e3
+    by = {{"v": "x", "k": "B", "q": "C"}.get(key, key) if "x" in tokens else key: factor for key, factor in by.items()}
+    arrays = tokens | fixed
+    arrays = {key: (x.astype(F32) * by.get(key, 1)).astype(FP16) if x.dtype == BF16 else x for key, x in arrays.items()}
+    ref, low = (member.formula(**arrays, **member.options, low=low)[0] for low in (False, True))
+    within = abs(ref) < 65504
+    out = member.run(arrays)[0].astype(float)
+    reference.assert_close(np.where(within, out, 0).astype(FP16), np.where(within, ref, 0), np.where(within, low, 0), factor=4)
+    assert np.isinf(out[abs(ref) > 65600]).all()
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------
