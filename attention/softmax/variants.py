@@ -70,7 +70,7 @@ class Variant:
     scored = False  # does it change scores, which takes time?
     measures = False  # does it take scores in units of the softmax's scale only?
     computed = True  # does which keys are seen follow from positions alone?
-    by_rows = False  # is anything subtracted from all scores of a row?
+    by_rows = False  # is anything subtracted from all scores of a row, in blocks of keys that the mask does not cut?
     within = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
     plain = False  # do tiles take as long as in plain or causal attention?
     draws = False  # does it draw random numbers, which takes many registers?
@@ -146,6 +146,16 @@ class Variant:
         return self.score(s, at, key)
 
     @inlined
+    def score_near(self, s, at, key):
+        """score(s, at, key) in a block that the mask cuts, where a row's nearest keys may be; what is below is `below_near`."""
+        return self.score(s, at, key)
+
+    @inlined
+    def score_near_by(self, s, fetched, at, key):
+        """score_near(s, at, key), with what was fetched."""
+        return self.score_by(s, fetched, at, key)
+
+    @inlined
     def bent(self, s, at, key):
         """(score(s, at, key) without what is `added` later, its derivative by s, both in the units of s)."""
         return self.score(s, at, key), 1.0
@@ -156,8 +166,18 @@ class Variant:
         return 0.0
 
     @inlined
+    def added_near(self, s, at, key, scale):
+        """The same in a block that the mask cuts."""
+        return self.added(s, at, key, scale)
+
+    @inlined
     def below(self, s, at, key):
         """What must also be subtracted from all scores s of a row, as a vector; None if there is nothing."""
+        return None
+
+    @inlined
+    def below_near(self, s, at, key):
+        """The same in a block that the mask cuts."""
         return None
 
     @inlined
@@ -305,6 +325,16 @@ class Both(Variant):
         return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
 
     @inlined
+    def score_near(self, s, at, key):
+        s = self.one.score_near(s, at._replace(kept=at.kept[0]), key)
+        return self.other.score_near(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def score_near_by(self, s, fetched, at, key):
+        s = self.one.score_near_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
+        return self.other.score_near_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+
+    @inlined
     def bent(self, s, at, key):
         s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
         s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
@@ -326,12 +356,29 @@ class Both(Variant):
             return self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
 
     @inlined
+    def added_near(self, s, at, key, scale):
+        if self.one.adds and self.other.adds:
+            one = self.one.added_near(s, at._replace(kept=at.kept[0]), key, scale)
+            return one + self.other.added_near(s, at._replace(kept=at.kept[1]), key, scale)
+        elif self.one.adds:
+            return self.one.added_near(s, at._replace(kept=at.kept[0]), key, scale)
+        else:
+            return self.other.added_near(s, at._replace(kept=at.kept[1]), key, scale)
+
+    @inlined
     def below(self, s, at, key):
         """See Variant. Only one of them has any."""
         if self.one.by_rows:
             return self.one.below(s, at._replace(kept=at.kept[0]), key)
         else:
             return self.other.below(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def below_near(self, s, at, key):
+        if self.one.by_rows:
+            return self.one.below_near(s, at._replace(kept=at.kept[0]), key)
+        else:
+            return self.other.below_near(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def mask(self, s, at, key, hidden):
