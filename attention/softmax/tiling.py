@@ -123,13 +123,7 @@ class Tiling:
         log-sum-exp; marked where it drops them. cut: must they be masked? What is added here, not to scores at first, takes no
         registers while these wait for products."""
         if self.variant.by_rows:
-            if cut:
-                lse = lse + self.variant.below_near(s, at, key) * scale
-                p = exp2(self.mask(s, at, key) * scale - (lse - self.variant.added_near(s, at, key, scale)))
-            else:
-                lse = lse + self.variant.below(s, at, key) * scale
-                p = exp2(s * scale - (lse - self.variant.added(s, at, key, scale)))
-            return self.variant.marked(p, at, key)
+            lse = lse + self.variant.below(s, at, int32(key + s.cols // 2)) * scale
         if cut:
             s = self.mask(s, at, key)
         if self.variant.adds:

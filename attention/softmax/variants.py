@@ -162,13 +162,9 @@ class Variant:
 
     @inlined
     def added(self, s, at, key, scale):
-        """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile."""
+        """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile. With
+        it goes what is `below` for the key in the middle of the tile."""
         return 0.0
-
-    @inlined
-    def added_near(self, s, at, key, scale):
-        """The same in a block that the mask cuts."""
-        return self.added(s, at, key, scale)
 
     @inlined
     def below(self, s, at, key):
@@ -354,16 +350,6 @@ class Both(Variant):
             return self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
         else:
             return self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
-
-    @inlined
-    def added_near(self, s, at, key, scale):
-        if self.one.adds and self.other.adds:
-            one = self.one.added_near(s, at._replace(kept=at.kept[0]), key, scale)
-            return one + self.other.added_near(s, at._replace(kept=at.kept[1]), key, scale)
-        elif self.one.adds:
-            return self.one.added_near(s, at._replace(kept=at.kept[0]), key, scale)
-        else:
-            return self.other.added_near(s, at._replace(kept=at.kept[1]), key, scale)
 
     @inlined
     def below(self, s, at, key):
