@@ -89,11 +89,12 @@ def drawn(
     made = assembled(1.0, causal, ends_of(window), mask=one)
     tiles, keys = -(-q // rows), -(-k // cols)
     classes = np.zeros((1, 1, tiles, keys), np.int8)
-    arrays = [describe(classes, "classes"), *arrays]
+    unseen = np.zeros((1, 1, tiles, lists.BOTH * keys), np.int8)
+    arrays = [describe(classes, "classes"), describe(unseen, "unseen"), *arrays]
     said: dict[str, Any] = {name: x for name, x in made.numbers.items() if name in made.variant.given}
     for place, array in enumerate(arrays):
-        said[f"aux{place - 1}" if place else "classes"] = Operand(place, array.form)
-    survey = lists.Survey(made.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[1:]))
+        said[f"aux{place - 2}" if place > 1 else ("classes", "unseen")[place]] = Operand(place, array.form)
+    survey = lists.Survey(made.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
     groups = -(-keys // lists.WARPS)
     launch = kernel_for(survey, survey, None).bind(
         tiles * groups, q_len=q, kv_len=k, blocks=tiles, heads=1, groups=groups, **said

@@ -23,7 +23,7 @@ from .memory import load_store, shared_tiles
 from .memory.held import store_held
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
-from .memory.zero_rows import zero_rows
+from .memory.zero_rows import zero_first_rows, zero_rows
 from .reductions.across_warps import lower_scope, reduced, voted
 from .shape.diagonal import on_diagonal, own_block, own_rows
 from .shape.subtile import subtile as _subtile
@@ -36,7 +36,8 @@ __all__ = [
     "on_diagonal", "outside_fill", "own_block", "own_rows", "ping_pong", "quarter", "rank", "reduce_all", "reduce_any",
     "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index", "send", "step_AB",
     "step_ABt", "steps_AB", "steps_ABt", "store", "store_held", "store_transposed", "store_wait", "sync", "sync_several",
-    "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill", "wait", "zero_rows",
+    "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill", "wait",
+    "zero_first_rows", "zero_rows",
 ]  # fmt: skip
 
 

@@ -198,9 +198,10 @@ def _looked_up(tile, share):
     return -(-share // (layout.LANES if isinstance(tile, sv) else layout.LANES * CHUNK_BYTES // tile.width))
 
 
-def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
+def lower_look_up(b, tile, table_ty, table, size, at, last, before, share, first):
     """(page number, row in the page) for each of a lane's rows, all looked up at once. Rows that are neighbours in a sequence
-    have neighbouring entries in the table, so that several lanes look up theirs by one access."""
+    have neighbouring entries in the table, so that several lanes look up theirs by one access. before: rows before this one
+    have none; None: there are no such rows."""
     sequence, begin = b.unpack(at)
     begin, size, found = b.u32(begin), b.u32(size), []
     if table_ty is not None:
@@ -214,6 +215,8 @@ def lower_look_up(b, tile, table_ty, table, size, at, last, share, first):
         page = number = b.udiv(place, size)
         if table_ty is not None:
             exists = b.and_(b.icmp_signed("<", place, b.u32(last)), b.icmp_signed("!=", guard, b.u32(0)))
+            if before is not None:
+                exists = b.and_(exists, b.icmp_signed(">=", place, b.u32(before)))
             entry = b.add(numbers, b.mul(b.zext(page, i64), steps[1]))
             number = b.asm(register, text, f"={letter},l,r", entry, b.zext(exists, i32))
             number = b.trunc(number, i32) if wide else number
@@ -248,17 +251,21 @@ def lower_pages(b, ty, tile, address, pool, found, at, last, piece, share, first
                 ptx.copy_async(b, target, origin, b.select(exists, within[k], b.u32(0)), guard, piece)
 
 
-def found_type(tile, share, pages, size, at, last):
+def found_type(tile, share, pages, size, at, last, before=None):
     """(the type of the places of `share` rows of a tile, emit(b, first, ...) that looks up those from row `first` on)"""
     numbers, table = (types.int32, types.int64), None if pages in (None, types.none) else pages
     if table is not None and not (isinstance(table, types.Array) and table.ndim == 2 and table.dtype in numbers):
         raise TypeError(f"look_up: takes int32 or int64 numbers (sequence, which of its pages), or None, got {pages}")
     if not (isinstance(at, types.BaseTuple) and len(at) == 2 and all(map(integer, at)) and integer(size) and integer(last)):
         raise TypeError(f"look_up: size, last and the two of `at` must be integers, got {size}, {last} and {at}")
+    bounded = before not in (None, types.none)
+    if bounded and not integer(before):
+        raise TypeError(f"look_up: begin must be an integer or None, got {before}")
     found = types.UniTuple(types.int32, 2 * _looked_up(tile, share))
 
-    def emit(b, first, value, vsize, vat, vlast):
-        return b.context.make_tuple(b, found, lower_look_up(b, tile, table, value, vsize, vat, vlast, share, first))
+    def emit(b, first, value, vsize, vat, vlast, vbefore):
+        given = table, value, vsize, vat, vlast, vbefore if bounded else None
+        return b.context.make_tuple(b, found, lower_look_up(b, tile, *given, share, first))
 
     return found, emit
 

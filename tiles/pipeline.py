@@ -74,12 +74,12 @@ class pipeline:
         warp.commit_group((self.name, j))
 
     @op
-    def look_up(self, pages, size, at, last):
+    def look_up(self, pages, size, at, last, begin=None):
         """The pages in which this warp's rows of a tile lie, for `fill_pages`: row n of sequence s is row n % size of page
         pages[s, n // size], int32 or int64; or of page n // size, if `pages` is None. at: (sequence, the tile's first row).
-        No page numbers are read behind row `last`. The look-up starts here, and is waited for where it is needed: two tiles
-        ahead it costs no time."""
-        return here().look_up(pages, size, at, last, _own(self, here()))
+        No page numbers are read from row `last` on, nor before row `begin`: of these rows something else arrives. The look-up
+        starts here, and is waited for where it is needed: two tiles ahead it costs no time."""
+        return here().look_up(pages, size, at, last, _own(self, here()), begin)
 
     @op
     def fill_pages(self, j, pool, found, at, last, end=None, piece=cp_async.CHUNK_BYTES):
@@ -186,8 +186,8 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
 
 
 @lowers(pipeline.look_up)
-def _(pipe, pages, size, at, last):
-    found, emit = cp_async.found_type(pipe.tile, pipe.share, pages, size, at, last)
+def _(pipe, pages, size, at, last, begin):
+    found, emit = cp_async.found_type(pipe.tile, pipe.share, pages, size, at, last, begin)
     return found, lambda b, _, *values: emit(b, b.mul(b.warp(), b.u32(pipe.share)), *values)
 
 

@@ -131,14 +131,14 @@ class ring:
             _slot(self, j).fill(here(), j, source, _own(self, source.spec, at, here().block.rank, parts), part, parts)
 
     @op
-    def fill_pages(self, j, pool, pages, size, at, last, parts=1):
+    def fill_pages(self, j, pool, pages, size, at, last, parts=1, begin=None):
         """The same for a tile with rows in pages: row n of sequence s is row n % size of page pages[s, n // size] of the pool,
         a tensor (page, row, ...) whose rows are counted one by one. at: (sequence, row, ...), as if there were no pages; the
         row is a multiple of a part's rows. The tile comes in so many parts, at most 32, each of which lies in one page. Page
-        numbers of rows from `last` on are not read, and parts that have no other rows are 0. Page numbers are int32 or
-        int64."""
+        numbers of rows from `last` on are not read, nor those before row `begin`, and parts that have no other rows are 0.
+        Page numbers are int32 or int64."""
         if here().rank == 0:
-            _slot(self, j).fill_pages(here(), j, pool, pages, size, at, last, parts)
+            _slot(self, j).fill_pages(here(), j, pool, pages, size, at, last, parts, begin)
 
     @op
     def claim(self, j):
@@ -307,7 +307,7 @@ def _(ring, j, source, at, part, parts: int):
 
 
 @lowers(ring.fill_pages)
-def _(ring, j, pool, pages, size, at, last, parts: int):
+def _(ring, j, pool, pages, size, at, last, parts: int, begin):
     needs_index("fill_pages", j)
     check_tensor("fill_pages", pool)
     _check_parts(ring, types.int32, parts, False)
@@ -321,13 +321,18 @@ def _(ring, j, pool, pages, size, at, last, parts: int):
     if not (isinstance(at, types.BaseTuple) and 2 <= len(at) <= pool.rank and all(map(integer, (size, last, *at)))):
         raise TypeError(f"fill_pages: size and last must be integers, and `at` a tuple of them, got {size}, {last} and {at}")
 
-    def emit(b, base, j, pool_map, table, size, at, last, _):
+    if not (begin is None or integer(begin)):
+        raise TypeError(f"fill_pages: begin must be an integer or None, got {begin}")
+
+    def emit(b, base, j, pool_map, table, size, at, last, _, first):
         in_group, lane = b.and_(b.special("tid.x"), b.u32(WARPGROUP * LANES - 1)), b.lane()
         with b.if_then(b.icmp_unsigned("<", in_group, b.u32(LANES))):  # a lane a part looks up where it lies, before the wait
             sequence, row, *rest = [b.trunc(x, i32) if x.type.width > 32 else x for x in b.unpack(at)]
             row = b.add(row, b.mul(lane, b.u32(box.rows)))
             inside = b.icmp_signed("<", lane, b.u32(parts))
             exists = b.and_(b.icmp_signed("<", row, b.u32(last)), inside)
+            if begin is not None:
+                exists = b.and_(exists, b.icmp_signed(">", b.add(row, b.u32(box.rows)), b.u32(first)))
             nth = b.udiv(row, b.u32(size))
             page = ptx.page_number(b, pages, table, sequence, nth, exists)
             row = b.select(exists, b.sub(row, b.mul(nth, b.u32(size))), b.u32(size))

@@ -15,7 +15,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, finish_sum, grid, log2, maximum, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
+from ops import block, divmod, finish_sum, grid, log2, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.cp_async import PIECES
@@ -25,7 +25,7 @@ from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Spot, Whole
 from ..softmax.decode.splits import Parted
-from ..softmax.online import LOWEST, TINY, Softmax
+from ..softmax.online import LOWEST, Softmax, over_sum
 from ..softmax.variants import At
 from .shape import COLUMNS, LATENT
 
@@ -157,7 +157,7 @@ def make(config: Config):
             seen = seen._replace(o=o)
 
         l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
-        result.store(seen.o / maximum(l, TINY), spot, int32(OWN * warp), given)
+        result.store(over_sum(seen.o, l), spot, int32(OWN * warp), given)
         if warp == 0:
             result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 

@@ -14,7 +14,7 @@ from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 
 from ..softmax.decode.results import Spot, Whole
-from ..softmax.online import LOWEST, TINY
+from ..softmax.online import LOWEST, over_sum
 from .shape import LATENT
 
 ROWS, COLUMNS = 16, 64  # of a warp's tile
@@ -66,7 +66,7 @@ def make(config: Config):
             most = maximum(m, x)
             lag, weight = exp2((m - most) * scale), exp2((x - most) * scale)
             m, l, o = most, l * lag + weight, o * lag + part * weight
-        result.store(o / maximum(l, TINY), spot, col, given)
+        result.store(over_sum(o, l), spot, col, given)
         if slab == 0:
             result.store_sums(m + log2(l) / scale, scale, spot, given)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, finish_sum, grid, load, log2, maximum, row_index, store, subtile, viewed, warpgroup, zeros
+from ops import divmod, finish_sum, grid, load, log2, row_index, store, subtile, viewed, warpgroup, zeros
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 
@@ -23,7 +23,7 @@ from ..softmax.decode.caches import Paged as Rows
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Part, Spot, Whole
 from ..softmax.decode.splits import Parted
-from ..softmax.online import LOWEST, TINY, Softmax
+from ..softmax.online import LOWEST, Softmax, over_sum
 from ..softmax.variants import At
 from .boxes import Dense, Indexed, Paged
 from .gathered import BAND, Gathered, Narrow
@@ -261,7 +261,7 @@ def make(config: Config):
             warpgroup.store(subtile(sums, BAND, me), own)
             warpgroup.sync_several(CONSUMERS)
             l = own + warpgroup.load(subtile(sums, BAND, 1 - me), O.col_vec)
-            result.store(seen.o / maximum(l, TINY), spot, int32(OWN * me), given)
+            result.store(over_sum(seen.o, l), spot, int32(OWN * me), given)
             if me == 0:
                 result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 

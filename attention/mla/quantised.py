@@ -19,7 +19,6 @@ from ops import (
     grid,
     load,
     log2,
-    maximum,
     mma_AB_unzipped,
     mma_ABt,
     mma_ABt_unzipped,
@@ -40,7 +39,7 @@ from ..softmax.decode.caches import Dense, Paged
 from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import Spot, Whole
 from ..softmax.decode.splits import Parted
-from ..softmax.online import LOWEST, TINY, Softmax
+from ..softmax.online import LOWEST, Softmax, over_sum
 from ..softmax.variants import At
 from .ampere import asked_for
 from .shape import LATENT, ROTARY
@@ -199,7 +198,7 @@ def make(config: Config):
             seen = seen._replace(o=o)
 
         l = block.reduce_sum(finish_sum(seen.l), scratch)
-        result.store(rezipped(seen.o) / maximum(l, TINY), spot, int32(OWN * warp), given)
+        result.store(over_sum(rezipped(seen.o), l), spot, int32(OWN * warp), given)
         if warp == 0:
             result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
 

@@ -9,6 +9,7 @@ It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many 
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,15 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
+from ops import divmod, full, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
-from tiles.layout import LANES
+from tiles.layout import LANES, WARPGROUP
 
 from .base_config import BaseConfig, in_pages
 from .online import Softmax
+from .tiling import clear_ahead, clear_behind
 from .variants import At, Variant
 from .visible_keys import CAUSAL, FULL
 
@@ -117,8 +119,8 @@ def make(config: Config):
     variant, tiling, sequences, held = config.variant, config.tiling, config.sequences, config.held
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
-    PREPARES = variant.prepares
-    STAGES, UNROUNDED, JOINS = config.stages, config.unrounded, config.joins
+    PREPARES, DEEP = variant.prepares, variant.deep
+    STAGES, UNROUNDED, JOINS, GROUPS = config.stages, config.unrounded, config.joins, config.warps // WARPGROUP
     OUTPUT = array(4, fp32 if UNROUNDED else INPUT)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
     KEYS_ALONE = NEWER + 1  # groups after that of Q, when it is waited for
@@ -152,8 +154,15 @@ def make(config: Config):
         q, k, v = smem.open()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         block, batch, head = sequences.find(block, pair, heads, given)
+        warp = int32(cuda.threadIdx.x // 32)
+        if sequences.packed and not JOINS:
+            some, row = sequences.nobodys(block, batch, given)
+            if some:
+                row = int32(row + BAND * warp)
+                store(gO, zeros(O), (int32(0), row, head, 0), 1, 3)
+                store(gLse, full(O.col_vec, -math.inf), (int32(0), head, row))
         if sequences.has(block, batch, given):
-            own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // 32)
+            own = sequences.sequence(batch, given)
             kv_head, _ = divmod(head, group)
             shift, first = own.keys - own.queries, ROWS * block + BAND * warp
             stands = At(batch, head, first, shift, own.queries, own.keys, given, aux, 0)
@@ -173,9 +182,9 @@ def make(config: Config):
             row = own.query + ROWS * block + BAND * warp
             if JOINS:
                 o, lse = load(gO, O, (own.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (own.batch, head, row))
-                seen = softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at), scale)
+                seen = softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
             else:
-                seen = softmax.begin(variant.lowest(at))
+                seen = softmax.begin(variant.lowest(at, variant.floor))
             for i in range(n):
                 key, later = tiling.key(every, i, at), i + STAGES
                 keys = k.wait(i, NEWER)
@@ -185,13 +194,17 @@ def make(config: Config):
                 held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, at), kv_head, n, given, PIECE)
                 if i < every.cut:
                     s = tiling.mask(variant.score_near(s, at, key), at, key)
+                    if i == every.cut - 1:
+                        clear_ahead(values, every.ahead, GROUPS)
+                    if i == 0:
+                        clear_behind(values, every.behind, GROUPS)
                     below = variant.below_near(s, at, key)
                 else:
                     s = variant.score(s, at, key)
                     below = variant.below(s, at, key)
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
-                p = seen.weights(s, below, scale)
+                p = seen.weights(s, below, scale, DEEP)
                 seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, at, key)), values)).add(p)
             o, lse = seen.finish(scale, variant, at)
             if UNROUNDED:

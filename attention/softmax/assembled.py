@@ -56,11 +56,12 @@ def assembled(
         parts.append(Capped())
         numbers["per_cap"], unit = unit / softcap, softcap
     if alibi:
-        parts.append(Sloped(ordered, last=score is None))
+        parts.append(Sloped(ordered, last=score is None and not (bias and bias.whole)))
         numbers["per_slope"] = 1 / unit
     if bias is not None:
         parts.append(bias)
-        numbers["per_bias"] = 1 / unit
+        its, unit = bias.counted(unit)
+        numbers |= its
     before = _all_of(parts)
     if score is not None:
         parts.append(score)

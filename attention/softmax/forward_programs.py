@@ -231,7 +231,7 @@ def planned_variant(
         (left, right),
         softcap,
         "alibi" in problem,
-        bias_of(problem, last=scoring is None),
+        bias_of(problem, last=scoring is None, whole=True),
         "sink" in problem,
         None if listing and listing.blocked else masking,
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),

@@ -11,6 +11,8 @@ from ops import warpgroup
 from tiles import fp8e4m3, gl, inlined, ring, st, static
 from tiles.arguments import tiled
 
+from .tiling import clear_ahead, clear_behind
+
 
 class Values(NamedTuple):
     """Two rings of tiles of V: as they are loaded, and transposed, as they are multiplied."""
@@ -51,12 +53,15 @@ class ByProducer:
         values.copied.fill(j, gV, (own.batch, own.key + key, head))
 
     @inlined
-    def turn(self, values, j, sequences, keys):
-        """Done by the producer: transpose tile j for the consumers. keys: how many of the first tile's keys belong to the
-        sequence."""
+    def turn(self, values, j, sequences, keys, every):
+        """Done by the producer: transpose tile j of the Blocks `every` for the consumers. keys: how many of the first tile's
+        keys belong to the sequence."""
         tile = values.copied.wait(j)
         if j == 0:
             sequences.clear(tile, keys, 1)
+            clear_behind(tile, every.behind, 1)
+        if j == max(1, every.cut) - 1:
+            clear_ahead(tile, every.ahead, 1)
         warpgroup.transpose_zipped(values.turned.claim(j), tile)
         values.turned.publish(j, fenced=True)
         values.copied.release(j)
@@ -86,5 +91,5 @@ class Before(ByProducer):
         values.turned.fill(j, gV, (own.batch, head, 0, int32(key // values.turned.tile.cols)))
 
     @inlined
-    def turn(self, values, j, sequences, keys):
+    def turn(self, values, j, sequences, keys, every):
         """See ByProducer. Nothing is left to do."""

@@ -25,6 +25,7 @@ from .key_sources import BLOCK, Along, Apart, Arriving
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
 from .sequences import Batched, Packed, Parts
+from .tiling import clear_ahead, clear_behind
 from .variants import At, Variant
 from .visible_keys import CAUSAL, FULL
 from .weights import InRegisters, InShared
@@ -264,7 +265,7 @@ def make(config: Config):
     brought, weights = config.brought, config.weights
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
-    PREPARES, PANELS, PANEL = variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
+    DEEP, PREPARES, PANELS, PANEL = variant.deep, variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
@@ -322,7 +323,7 @@ def make(config: Config):
                 s = variant.score_by(s, fetched, here, key)
                 below = variant.below(s, at, key)
             seen = seen.moved(s, below, scale, slack)
-            p = seen.weights(s, below, scale)
+            p = seen.weights(s, below, scale, DEEP)
             k.release(j, after=seen.m)
             seen, p = seen.add(p), variant.drop(p, at, key)
             o = warpgroup.wait(o)
@@ -344,10 +345,13 @@ def make(config: Config):
             return every.n, int32(max(1, every.cut))
 
     @inlined
-    def stand_by(j, first, end, k, v, tiles, me):
+    def stand_by(j, first, end, behind, k, v, tiles, me):
         """Pass over the key blocks that none of a consumer's rows sees, so that the others have the tensor cores. Every
-        consumer takes one turn for each key block of a tile except the last."""
+        consumer takes one turn for each key block of a tile except the last. The others may need my help to clear the last
+        keys of the first block, `behind` of them."""
         for i in range(j, first):
+            if i == j and behind > 0:
+                clear_behind(v.wait(i), behind, CONSUMERS)
             k.wait(i)
             k.release(i)
             brought.pass_by(tiles, i)
@@ -409,7 +413,7 @@ def make(config: Config):
                 end = int32(j + every.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
                 if SKIPS:
-                    stand_by(j, first, end, k, v, tiles, me)
+                    stand_by(j, first, end, every.behind, k, v, tiles, me)
                 if SKIPS and n == 0:
                     output.release_last(q, r)
                     output.release(q, r)
@@ -421,13 +425,17 @@ def make(config: Config):
                     below = variant.below_near(s, at, key)
                     begun = output.begin(softmax, variant, at, gO, gLse, own, row, scale)
                     seen = begun.moved(s, below, scale, slack)
-                    p = seen.weights(s, below, scale)
+                    p = seen.weights(s, below, scale, DEEP)
                     p, seen = weights.handed(variant.drop(p, at, key), room, me), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
+                    if first == j and every.behind > 0:
+                        clear_behind(v.wait(first), every.behind, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
                         key = tiling.key(every, i - j, at)
                         p, seen = cut_step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
+                    if every.ahead > 0:
+                        clear_ahead(v.wait(first + cut - 1), every.ahead, CONSUMERS)
                     for i in range(int32(first + cut), end):
                         key = tiling.key(every, i - j, at)
                         p, seen = step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
@@ -439,5 +447,10 @@ def make(config: Config):
                     output.store_sums(gLse, lse, own, row, head)
                 r, j = int32(r + 1), end
             output.end()
+            if sequences.packed:
+                block, batch, head = place(0, blocks, heads, pairs, band, given)
+                some, row = sequences.nobodys(block, batch, given)
+                if some:
+                    output.clear(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend, smem

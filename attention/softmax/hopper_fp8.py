@@ -25,7 +25,7 @@ from .base_config import BaseConfig
 from .descales import OfBlocks, OfHeads
 from .fp8_values import Before, ByProducer
 from .hopper import REGISTERS
-from .online import Softmax
+from .online import LOWEST, Softmax
 from .output import Stored
 from .sequences import Batched
 from .variants import At, Variant
@@ -306,7 +306,7 @@ def make(config: Config):
                         k.fill(j, gK, (own.batch, own.key + key, kv_head))
                         turned.fill(values, j, gV, own, key, kv_head)
                     if j > 0:
-                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at))
+                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at), every)
             else:
                 warpgroup.claim_registers(claim)
                 turn.begin(me)
@@ -323,7 +323,7 @@ def make(config: Config):
                 tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at)), tile, of)
+                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
                 p, seen = zipped(p), units.summed(seen, p, tile)
                 cut = int32(max(1, every.cut))
                 for j in range(int32(1), cut):
@@ -337,5 +337,9 @@ def make(config: Config):
                 o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
                 output.store(gO, o, of.queries, own, row + EACH * me, head)
                 output.store_sums(gLse, lse, own, row + EACH * me, head)
+        if sequences.packed and me != PRODUCER:
+            some, row = sequences.nobodys(block, batch, given)
+            if some:
+                output.clear(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend_fp8, smem

@@ -165,11 +165,13 @@ class InCaches(Along):
 @static
 class InPages(Along):
     """In pages of an array (page, row, head, column), whose numbers are given.pages[n]. parts: TMA brings a tile in so many,
-    each of which lies in one page, where sequences begin with a page."""
+    each of which lies in one page, where sequences begin with a page. left: do all queries see keys from given.left places
+    before their own on alone? Pages ahead of these may be another's by now, and neither they nor their numbers are read."""
 
     paged = True
 
     parts: int
+    left: bool = False
 
     def source(self, tile: st) -> gl:
         return tiled(st(tile.rows // self.parts, tile.cols, tile.dtype), unit=1)
@@ -182,14 +184,22 @@ class InPages(Along):
         return " paged" + f" in {self.parts} parts" * (self.parts > 1)
 
     @inlined
+    def begin(self, own, given):
+        """The first key of a Sequence that any of its queries sees; None if that is the first one."""
+        if self.left:
+            return int32(own.key + max(0, own.keys - own.queries - given.left))
+        else:
+            return None
+
+    @inlined
     def fill(self, ring, j, source, own, number, key, head, given):
         """See Along. Behind the last key there are zeros; neither keys nor page numbers are read there."""
-        at = int32(number), int32(key), int32(head)
-        ring.fill_pages(j, source, given.pages, given.page_size, at, own.key + own.keys, self.parts)
+        at, end = (int32(number), int32(key), int32(head)), own.key + own.keys
+        ring.fill_pages(j, source, given.pages, given.page_size, at, end, self.parts, self.begin(own, given))
 
     @inlined
     def copy(self, pipe, j, source, own, number, key, head, n, given, piece):
         """See Along. For a tile that does not exist the first pages are looked up."""
         end = own.key + own.keys
-        found = pipe.look_up(given.pages, source.shape[1], (number, int32(max(key, 0))), end)
+        found = pipe.look_up(given.pages, source.shape[1], (number, int32(max(key, 0))), end, self.begin(own, given))
         pipe.fill_pages(j, source, found, (key, head, 0), end, n, piece)

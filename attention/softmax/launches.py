@@ -121,10 +121,11 @@ class Before:
         batch, heads, kv_len = self.problem("BHT")
         many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
+        unseen = self.memory((*many, blocks, lists.BOTH * keys), "int8")
         survey = lists.Survey(made.variant, config.rows, config.kv, config.axes)
         compaction = lists.Compaction(made.variant, config.rows, config.kv)
         tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
-        told |= {"classes": classes, "blocks": blocks, "heads": many[1]}
+        told |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": many[1]}
         self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
         self.launch(compaction, compaction, tiles, lists=found, **told)
         return found
@@ -208,7 +209,8 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
         return of
     form = problem["bias"].form
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == ELEMENT
-    return BiasedByTile(of.last, DTYPES[form.dtype]) if adjacent and problem.bytes_at_once("bias") == ALIGNMENT else of
+    by_tma = adjacent and problem.bytes_at_once("bias") == ALIGNMENT
+    return BiasedByTile(of.last, of.whole, DTYPES[form.dtype]) if by_tma else of
 
 
 def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, **kind: Any) -> Shape:

@@ -10,20 +10,30 @@
 exp2(scale (s - m)) may use any m near a row's maximum, for the factor cancels in O / l: m moves only when the maximum has grown
 by more than `slack`, and most blocks rescale nothing.
 
-A row that has seen no key keeps the finite maximum LOWEST while its masked scores are -inf: exp2 gives exact zeros, and neither
-a loop nor the end needs a test for it.
+A row that has seen no key keeps the finite maximum that it began with while its masked scores are -inf: exp2 gives exact zeros,
+and neither a loop nor the end needs a test for it. That maximum is LOWEST. Where a caller's numbers are added to scores, or
+replace them, it is LOWEST_FLOAT: no score but -inf, however low, is like one that is masked ("deep").
 """
 
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ops import exp2, finish_sum, full, lane_sum, lazy_maximum, log2, maximum, rescale, row_max, zeros
+from ops import exp2, finish_sum, full, lane_sum, lazy_maximum, log2, maximum, rescale, row_max, where, zeros
 from tiles import inlined, rt, static
 
 LOWEST, TINY, LN2 = -1e30, 1e-30, math.log(2)
+LOWEST_FLOAT = -3.4028234e38  # of float32
+DEEP = -(2.0**26)  # exponents, below which float32 has no digits behind the point
 LOG2_E = 1 / LN2
 SLACK = 8.0  # how far, in powers of 2, the maximum may grow before O is rescaled: P stays below 2**8
+
+
+@inlined
+def over_sum(o, l):
+    """o / l; 0 for rows that have seen no key, and NaN where l is NaN, as a sink may be. (An l that counts a key is near 1 or
+    more, and TINY does not change it.)"""
+    return o / (l + TINY)
 
 
 class Seen(NamedTuple):
@@ -55,10 +65,16 @@ class Seen(NamedTuple):
         return Seen(self.o, m, self.l * lag, lag)
 
     @inlined
-    def weights(self, s, below, scale):
-        """The weights of a block of scores: exp2(scale (s - below - m))."""
+    def weights(self, s, below, scale, deep=False):
+        """The weights of a block of scores: exp2(scale (s - below - m)). deep: may all scores of a row be so low that m times
+        the scale is off by many powers of 2? In such a row they differ by many or not at all, and 1 does for the scale: a
+        product with it is exact."""
         m = self.m if below is None else self.m + below
-        return exp2(s * scale - m * scale)
+        if deep:
+            by_row = where(m * scale > DEEP, scale, 1.0)
+            return exp2(s * by_row - m * by_row)
+        else:
+            return exp2(s * scale - m * scale)
 
     @inlined
     def add(self, p):
@@ -87,7 +103,11 @@ class Seen(NamedTuple):
         """(softmax(S) V, the logarithm of the sum of exp(score)); 0 and -inf for a row that has seen no key. The variant may
         add to the sum, and change the output."""
         l = variant.total(finish_sum(self.l), self.m, scale, at)
-        return variant.output(self.o / maximum(l, TINY), at), (self.m * scale + log2(l)) * LN2
+        o = variant.output(over_sum(self.o, l), at)
+        if variant.deep:
+            return o, self.m * (scale * LN2) + log2(l) * LN2  # m times the scale may be no float32
+        else:
+            return o, (self.m * scale + log2(l)) * LN2
 
 
 @static
@@ -105,8 +125,9 @@ class Softmax:
     def resume(self, o, lse, lowest, scale):
         """Rows that have seen other keys before, given the mean of values and the logarithm of the sum of weights for those: as
         if that were a single key of weight 1, or of weight 0 for rows that have seen no key."""
-        m = maximum(lse * (LOG2_E / scale), lowest)
-        weight = exp2(lse * LOG2_E - m * scale)
+        top = lse * (LOG2_E / scale)
+        m = maximum(top, lowest)
+        weight = exp2((top - m) * scale)
         return Seen(o * weight, m, lane_sum(full(self.few, 1.0 / self.few.cols)) * weight, zeros(self.tile.col_vec))
 
     @property

@@ -1,8 +1,11 @@
 """How the output of a tile is written: an object for each way, with the same methods."""
 
+import math
 from typing import Any
 
-from ops import truncate, warpgroup
+from numpy import int32
+
+from ops import full, truncate, warpgroup, zeros
 from tiles import dtype, fp32, inlined, st, static
 from tiles.arguments import array, tiled
 
@@ -21,7 +24,7 @@ class Stored:
     @inlined
     def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
         """What a consumer's rows of a tile, from `row` on, of a Sequence have seen before their first key."""
-        return softmax.begin(variant.lowest(at))
+        return softmax.begin(variant.lowest(at, variant.floor))
 
     @inlined
     def store(self, gO, o, queries, own, row, head):
@@ -45,6 +48,13 @@ class Stored:
             warpgroup.store(gLse, lse, at)
         else:
             warpgroup.store(truncate(gLse, 2, own.query + own.queries), lse, at)
+
+    @inlined
+    def clear(self, tile, gO, gLse, row, head):
+        """Write what belongs to nobody, a consumer's rows from `row` of the batch on: 0, and -inf like that of a row which sees
+        no key. tile: the type of a tile of output."""
+        self.write(gO, zeros(tile), (int32(0), row, head, 0))
+        warpgroup.store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, row))
 
     @inlined
     def release(self, q, r):
@@ -75,13 +85,17 @@ class Joined(Unrounded):
     """The same for queries that have seen other keys before; the arrays hold the result for those."""
 
     @inlined
+    def clear(self, tile, gO, gLse, row, head):
+        """See Stored: what is nobody's stays as it is."""
+
+    @inlined
     def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
         """See Stored. If the variant changes the output, it changes the whole of it."""
         end = own.query + own.queries
         gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
         o = warpgroup.load(gO, softmax.tile, (own.batch, row, at.head, 0), 1, 3, False)
         lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, at.head, row))
-        return softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at), scale)
+        return softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
 
 
 class Sent(Stored):

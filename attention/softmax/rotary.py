@@ -25,6 +25,8 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 
+from .backward.results import times
+
 WARPS, ROWS = 8, 16  # of a thread block; rows that a warp has at a time
 STEPS = 16  # how often, where it sums over rows
 SERVED = (64, 128)  # columns: quarters are tiles, and a warp has registers for them
@@ -158,10 +160,10 @@ class Return(Rows):
             d_first, d_second = returned(gDX, gCos, gSin, PART, batch, row, head, col)
             first, second = pair(gX, PART, batch, row, own, col)
             first, second = first * scale, second * scale
-            sums = col_sum(d_first * first), col_sum(d_second * second)
+            sums = col_sum(times(d_first, first)), col_sum(times(d_second, second))
             of_first, of_second = weights(gNorm, PART, col)
-            d_first, d_second = d_first * of_first - first * along, d_second * of_second - second * along
-            store_pair(gDX, d_first * scale, d_second * scale, batch, row, head, col)
+            d_first, d_second = d_first * of_first - times(along, first), d_second * of_second - times(along, second)
+            store_pair(gDX, times(d_first, scale), times(d_second, scale), batch, row, head, col)
             return sums
 
         @cuda.jit(launch_bounds=(config.threads, config.at_once))
@@ -190,9 +192,9 @@ class Return(Rows):
                             first, second = pair(gX, PART, batch, row, own, col)
                             of_first, of_second = weights(gNorm, PART, col)
                             squares = squares + row_sum(first * first + second * second)
-                            along = along + row_sum(d_first * of_first * first + d_second * of_second * second)
+                            along = along + row_sum(times(d_first * of_first, first) + times(d_second * of_second, second))
                         scale = per_deviation(squares, PART, eps)
-                        along = along * scale / (2.0 * HALF)
+                        along = times(along, scale) / (2.0 * HALF)
                         a, c = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, 0, scale, along)
                         b, d = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, PART.cols, scale, along)
                         one, two, three, four = one + a, two + b, three + c, four + d

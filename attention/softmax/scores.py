@@ -7,10 +7,9 @@ from typing import Any
 from numpy import float32, int32
 
 from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, tanh, where, zeros
-from tiles import dtype, fp32, inlined, rt, static
+from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, array
 
-from .online import LOWEST
 from .variants import Keys, Queries, Variant
 
 STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
@@ -166,13 +165,20 @@ class SlopedBy(Sloped):
 
 @static
 class Biased(Variant):
-    """score + bias[b, h, i, j]. last: does no function follow that needs the score itself?"""
+    """score + bias[b, h, i, j]. last: does no function follow that needs the score itself? whole: are scores brought to units
+    of 1, in which the least number that a bias may have is finite? (Gradients need no such number.)"""
 
     scored = measures = True
     loads = True
     lean = folds = light = False
 
     last: bool
+    whole: bool = False
+
+    @property
+    def deep(self) -> bool:  # type: ignore[override]
+        """See Variant."""
+        return self.whole
 
     @property
     def adds(self) -> bool:  # type: ignore[override]
@@ -181,12 +187,33 @@ class Biased(Variant):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores."""
+        """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores, or that unit if they are brought to
+        units of 1."""
         return {"bias": array(4), "per_bias": FLOAT}
+
+    def counted(self, unit: float) -> tuple[dict[str, float], float]:
+        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
+        return ({"per_bias": unit}, 1.0) if self.whole else ({"per_bias": 1 / unit}, unit)
+
+    @inlined
+    def per_unit(self, at):
+        """What a bias is multiplied by."""
+        if self.whole:
+            return 1.0
+        else:
+            return at.given.per_bias
+
+    @inlined
+    def units(self, s, at):
+        """The scores in the units of what is added."""
+        if self.whole:
+            return s * at.given.per_bias
+        else:
+            return s
 
     @inlined
     def score(self, s, at, key):
-        return s + self.added(s, at, key, 1.0)
+        return self.units(s, at) + self.added(s, at, key, 1.0)
 
     @inlined
     def bent(self, s, at, key):
@@ -194,7 +221,7 @@ class Biased(Variant):
 
     @inlined
     def added(self, s, at, key, scale):
-        at_bias, unit = (at.batch, at.head, at.row, int32(key)), at.given.per_bias * scale
+        at_bias, unit = (at.batch, at.head, at.row, int32(key)), self.per_unit(at) * scale
         return load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
 
 
@@ -205,16 +232,16 @@ class BiasedByKey(Biased):
 
     fetches = lean = folds = light = True
 
-    adjacent: bool
+    adjacent: bool = False
 
     @inlined
     def fetch(self, spec, at, key):
         at_bias = at.batch, at.head, int32(0), int32(key)
-        return load(at.given.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * at.given.per_bias
+        return load(at.given.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(at)
 
     @inlined
     def score_by(self, s, fetched, at, key):
-        return s + fetched
+        return self.units(s, at) + fetched
 
     @inlined
     def added(self, s, at, key, scale):
@@ -227,7 +254,7 @@ class BiasedByTile(Biased):
 
     loads, lean = False, True
 
-    of: dtype
+    of: dtype = bf16
 
     @property
     def brings(self) -> dtype:  # type: ignore[override]
@@ -240,7 +267,7 @@ class BiasedByTile(Biased):
 
     @inlined
     def added(self, s, at, key, scale):
-        return fp32(at.given.bias) * (at.given.per_bias * scale)
+        return fp32(at.given.bias) * (self.per_unit(at) * scale)
 
 
 @static
@@ -248,7 +275,7 @@ class Scored(Variant):
     """function(score, b, h, i, j, *aux), with scores in units of 1. It gets a tile of scores, a vector i of queries and a
     vector j of keys."""
 
-    scored = measures = True
+    scored = measures = deep = True
     lean = folds = light = False
 
     function: Callable
@@ -320,9 +347,9 @@ class Sunk(Variant):
         return {"sinks": array(1), "per_sink": FLOAT}
 
     @inlined
-    def lowest(self, at):
+    def lowest(self, at, floor):
         """See Variant: the maximum is not below the sink, whose weight is therefore never above 1."""
-        return maximum(LOWEST, at.given.sinks[at.head] * at.given.per_sink)
+        return maximum(floor, at.given.sinks[at.head] * at.given.per_sink)
 
     @inlined
     def total(self, l, m, scale, at):

@@ -45,6 +45,13 @@ def _sequence_of(block, ends, rows):
     return low
 
 
+@inlined
+def _behind_the_last(row, batch, rows, ends):
+    """(do some of `rows` rows of a packed sequence, from `row` on, lie behind the last sequence? the first of these)"""
+    end = int32(ends[batch + 1] - ends[batch])
+    return batch + 2 == ends.shape[0] and row + rows > end, int32(ends[batch] + max(row, end))
+
+
 @static
 class Batched:
     """Each sequence has a batch, and all have the same length. rows: query rows of the kernel's tiles."""
@@ -85,6 +92,17 @@ class Batched:
     def has_keys(self, key, batch, given):
         """Does the sequence have a key of that number, in use or not?"""
         return True
+
+    @inlined
+    def nobodys(self, block, batch, given):
+        """(whether rows of a tile of queries lie behind the last sequence, the first of them in the batch). Tiles that the last
+        sequence does not need go on to the end of the batch."""
+        return False, int32(0)
+
+    @inlined
+    def nobodys_keys(self, key, batch, rows, given):
+        """The same of a block of `rows` keys, from `key` on."""
+        return False, int32(0)
 
     @inlined
     def first_tile(self, batch, given):
@@ -179,6 +197,14 @@ class Packed(Batched):
     @inlined
     def has_keys(self, key, batch, given):
         return key < given.ends_k[batch + 1] - given.ends_k[batch]
+
+    @inlined
+    def nobodys(self, block, batch, given):
+        return _behind_the_last(self.rows * block, batch, self.rows, given.ends)
+
+    @inlined
+    def nobodys_keys(self, key, batch, rows, given):
+        return _behind_the_last(key, batch, rows, given.ends_k)
 
     @inlined
     def first_tile(self, batch, given):

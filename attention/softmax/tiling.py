@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import exp2, rasterize, right_fill
+from ops import exp2, rasterize, right_fill, warpgroup
 from tiles import inlined, static
 from tiles.lengths import follows
 
@@ -50,12 +50,30 @@ def _halves(grid: int) -> list[int]:
 
 class Blocks(NamedTuple):
     """The key blocks that a tile's rows see: n of them, from block `first` on. The first `cut` that are worked on must be
-    masked: `right` of these are the last key blocks, the others the first ones."""
+    masked: `right` of these are the last key blocks, the others the first ones. ahead: how many keys at the beginning of the
+    last of these no query sees. behind: how many at the end of the first one. Such keys must not be multiplied: a weight of
+    0 does not make up for a NaN. Both may be negative, which says the same as 0."""
 
     first: Any
     n: Any
     right: Any
     cut: Any
+    ahead: Any
+    behind: Any
+
+
+@inlined
+def clear_ahead(tile, count, groups):
+    """Zero the first rows of a shared tile, so many. Done by the block's first `groups` warpgroups together."""
+    if count > 0:
+        warpgroup.zero_first_rows(tile, count, groups)
+
+
+@inlined
+def clear_behind(tile, count, groups):
+    """The same of the last rows."""
+    if count > 0:
+        warpgroup.zero_rows(tile, int32(tile.rows - count), groups)
 
 
 @static
@@ -91,14 +109,18 @@ class Tiling:
         """The Blocks of a tile whose first query is `row`. One is counted even if there is no need to: kernels begin
         with it."""
         keys = self.variant.keys(row, row + self.rows - 1, at)
-        first = 0 if self.variant.from_first else keys.first // self.kv
-        n = max(1, (keys.end + self.kv - 1) // self.kv - first)
+        first, end = 0 if self.variant.from_first else keys.first // self.kv, keys.end
+        if self.variant.ends_early:
+            end = min(end, self.variant.keys(0, at.queries - 1, at).end)  # not all rows of a tile need be queries
+        n = max(1, (end + self.kv - 1) // self.kv - first)
         right = 1 if self.variant.everything else n - max(0, keys.inner_end // self.kv - first)
+        behind = self.unseen_behind(int32((first + n) * self.kv), at)
         if self.variant.from_first:
-            return Blocks(int32(0), int32(n), int32(right), int32(right))
+            return Blocks(int32(0), int32(n), int32(right), int32(right), int32(0), behind)
         else:
             left = min(n - right, max(0, (keys.inner_first + self.kv - 1) // self.kv - first))
-            return Blocks(int32(first), int32(n), int32(right), int32(right + left))
+            ahead = self.unseen_ahead(int32(first * self.kv), at)
+            return Blocks(int32(first), int32(n), int32(right), int32(right + left), ahead, behind)
 
     @inlined
     def key(self, blocks, i, at):
@@ -111,6 +133,23 @@ class Tiling:
             on_right, inner = blocks.n - 1 - i, blocks.n - 1 - i + blocks.cut - blocks.right
             block = on_right if i < blocks.right else blocks.cut - 1 - i if i < blocks.cut else inner
             return int32((blocks.first + block) * self.kv)
+
+    @inlined
+    def unseen_ahead(self, key, at):
+        """How many of the keys from `key` on no query of the sequence sees, because all windows begin behind them; 0 or less if
+        there are none."""
+        if self.variant.from_first:
+            return int32(0)
+        else:
+            return int32(self.variant.keys(0, at.queries - 1, at).first - key)
+
+    @inlined
+    def unseen_behind(self, end, at):
+        """The same of the keys up to `end`, because all windows end ahead of them."""
+        if self.variant.ends_early:
+            return int32(end - self.variant.keys(0, at.queries - 1, at).end)
+        else:
+            return int32(0)
 
     @inlined
     def score(self, s, at, key):

@@ -16,7 +16,7 @@ from ops import maximum
 from tiles import dtype, inlined, static
 from tiles.arguments import Record, array, listed
 
-from .online import LOWEST
+from .online import LOWEST, LOWEST_FLOAT
 
 
 class At(NamedTuple):
@@ -71,6 +71,7 @@ class Variant:
     measures = False  # does it take scores in units of the softmax's scale only?
     computed = True  # does which keys are seen follow from positions alone?
     by_rows = False  # is anything subtracted from all scores of a row, in blocks of keys that the mask does not cut?
+    ends_early = False  # may all queries' windows end ahead of the last key?
     within = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
     plain = False  # do tiles take as long as in plain or causal attention?
     draws = False  # does it draw random numbers, which takes many registers?
@@ -84,6 +85,7 @@ class Variant:
     adds = False  # does it add to scores something that can be added later, when weights are found (`added`)?
     folds = True  # the same of heads of 128 columns (backward/hopper_folded.py)?
     light = True  # and of wide heads (backward/hopper_wide.py)?
+    deep = False  # may all scores of a row be very low numbers, and count (online.py)?
     bends = False  # is the derivative of a changed score by the original one other than 1?
 
     def __str__(self):
@@ -93,6 +95,11 @@ class Variant:
     def given(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
+
+    @property
+    def floor(self) -> float:
+        """Where the maximum of scores starts at the lowest."""
+        return LOWEST_FLOAT if self.deep else LOWEST
 
     @inlined
     def of_queries(self, x, at):
@@ -207,9 +214,9 @@ class Variant:
         return p * (dp - delta)
 
     @inlined
-    def lowest(self, at):
-        """Where the maximum of scores starts."""
-        return LOWEST
+    def lowest(self, at, floor):
+        """Where the maximum of scores starts: not below `floor`, where it starts if nothing else is said."""
+        return floor
 
     @inlined
     def total(self, l, m, scale, at):
@@ -397,8 +404,8 @@ class Both(Variant):
             return self.other.slope(p, dp, delta, at)
 
     @inlined
-    def lowest(self, at):
-        return maximum(self.one.lowest(at), self.other.lowest(at))
+    def lowest(self, at, floor):
+        return maximum(self.one.lowest(at, floor), self.other.lowest(at, floor))
 
     @inlined
     def total(self, l, m, scale, at):
@@ -412,5 +419,5 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
 
 for _name in "everything from_first computed plain lean folds light".split():
     setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored measures by_rows within draws loads fetches prepares adds bends".split():
+for _name in "rising scored measures by_rows ends_early within draws loads fetches prepares adds deep bends".split():
     setattr(Both, _name, _of_both(_name, any))

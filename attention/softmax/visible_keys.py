@@ -44,6 +44,7 @@ class Right(Variant):
 
     everything = False
     rising = True
+    ends_early = True  # `right` may be negative, where a mask in Python says so
 
     @property
     def given(self) -> dict[str, Any]:

@@ -44,16 +44,16 @@ def _(tile, source, at, rows: int, cols: int, piece: int):
 
 
 @op
-def look_up(part, pages, size, at, last):
+def look_up(part, pages, size, at, last, begin=None):
     """The pages in which the rows lie that `copy_pages` copies to a tile of type `part`: see tiles.pipeline.look_up."""
-    return here().look_up(pages, size, at, last, range(cp_async.rows_of(part)))
+    return here().look_up(pages, size, at, last, range(cp_async.rows_of(part)), begin)
 
 
 @lowers(look_up)
-def _(part: type, pages, size, at, last):
+def _(part: type, pages, size, at, last, begin):
     if not isinstance(part, st | sv):
         raise TypeError(f"look_up: takes the type of a shared tile, got {part}")
-    found, emit = cp_async.found_type(part, cp_async.rows_of(part), pages, size, at, last)
+    found, emit = cp_async.found_type(part, cp_async.rows_of(part), pages, size, at, last, begin)
     return found, lambda b, _, *values: emit(b, b.u32(0), *values)
 
 

@@ -1,4 +1,5 @@
-"""Clearing the rows of a shared tile that lie behind the end of a sequence. An op of `ops.warpgroup`."""
+"""Clearing the rows of a shared tile that lie behind the end of a sequence, or ahead of what it sees. Ops of
+`ops.warpgroup`."""
 
 import numpy as np
 
@@ -19,9 +20,18 @@ def zero_rows(tile, first, groups=1):
     """tile[first:] = 0, in shared memory: past the end of a sequence lies the data of the next one. By the block's first
     `groups` warpgroups together (2 to 8; 1: by each that calls it, on a tile of its own). They all meet, and the zeros are
     then visible to them, to their wgmmas and to TMA."""
-    warp = here()
-    count = WARPGROUP * groups
-    gone = range(min(max(first, 0), tile.rows), tile.rows)
+    _zero(tile, range(min(max(first, 0), tile.rows), tile.rows), groups)
+
+
+@op
+def zero_first_rows(tile, end, groups=1):
+    """tile[:end] = 0, as zero_rows does it."""
+    _zero(tile, range(min(max(end, 0), tile.rows)), groups)
+
+
+def _zero(tile, gone, groups):
+    """The meaning of both, of the rows in a range."""
+    warp, count = here(), WARPGROUP * groups
     share, mine = -(-len(gone) // count), warp.index if groups > 1 else warp.rank
     if rows := gone[share * mine : share * (mine + 1)]:
         warp.write(tile, np.zeros((len(rows), tile.cols), np.float32), rows)
@@ -30,9 +40,19 @@ def zero_rows(tile, first, groups=1):
 
 @lowers(zero_rows)
 def _(tile, first, groups: int):
-    if not isinstance(tile, st) or not integer(first) or not 1 <= groups <= MOST_GROUPS:
+    return _lowered("zero_rows", ">=", tile, first, groups)
+
+
+@lowers(zero_first_rows)
+def _(tile, end, groups: int):
+    return _lowered("zero_first_rows", "<", tile, end, groups)
+
+
+def _lowered(name, side, tile, bound, groups):
+    """The rule of both: `side` compares the rows that become 0 with the bound."""
+    if not isinstance(tile, st) or not integer(bound) or not 1 <= groups <= MOST_GROUPS:
         raise TypeError(
-            f"zero_rows: takes a shared tile, an integer and 1 to {MOST_GROUPS} warpgroups, got {tile}, {first} and {groups}"
+            f"{name}: takes a shared tile, an integer and 1 to {MOST_GROUPS} warpgroups, got {tile}, {bound} and {groups}"
         )
     threads = THREADS * groups
     chunks = tile.width // CHUNK_BYTES
@@ -44,7 +64,7 @@ def _(tile, first, groups: int):
         for panel in range(tile.panels):
             for start in range(0, tile.rows * chunks, threads):
                 chunk = b.add(mine, b.u32(start))
-                gone = b.icmp_signed(">=", b.lshr(chunk, b.u32(chunks.bit_length() - 1)), b.u32(row))
+                gone = b.icmp_signed(side, b.lshr(chunk, b.u32(chunks.bit_length() - 1)), b.u32(row))
                 if start + threads > tile.rows * chunks:  # not all threads have one left
                     gone = b.and_(gone, b.icmp_signed("<", chunk, b.u32(tile.rows * chunks)))
                 with b.if_then(gone):

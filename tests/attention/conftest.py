@@ -2,17 +2,22 @@
 
 import pytest
 from places import OnCard, OnInterpreter
+from poison import poison_new_memory
 
 from tiles import program
+from tiles.frameworks import Torch
+
+
+@pytest.fixture(autouse=True)
+def new_memory_is_poison(monkeypatch):
+    """Results and scratch memory hold NaN before a kernel writes them."""
+    poison_new_memory(monkeypatch)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request):
     """`put` takes an array there, `get` brings it back."""
-    if request.param == "gpu":
-        pytest.importorskip("torch")
-        return OnCard()
-    return OnInterpreter()
+    return request.getfixturevalue("card") if request.param == "gpu" else OnInterpreter()
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +33,10 @@ def as_compiled(monkeypatch):
 
 
 @pytest.fixture
-def card():
+def card(monkeypatch):
     """The latter alone, for tests that also carry `@pytest.mark.gpu`."""
     pytest.importorskip("torch")
+    poison_new_memory(monkeypatch, Torch)
     return OnCard()
 
 

@@ -15,8 +15,8 @@ FIRST = pytest.mark.parametrize("first", [-1, 0, 5, 63, 64, 90])
 
 
 @functools.cache
-def clearing(cols, dtype, groups):
-    """(kernel, its shared memory): rows from `first` on become 0. One kernel, whatever that is."""
+def clearing(cols, dtype, groups, ahead):
+    """(kernel, its shared memory): rows from `first` on become 0, or those `ahead` of it. One kernel, whatever that is."""
     S, T = st(64, cols, dtype), rt(16, cols, dtype)
     smem = tiles.shared(x=ring(S, 1, readers=4 * groups))
 
@@ -26,18 +26,22 @@ def clearing(cols, dtype, groups):
         if warpgroup.id() == 0:
             a.fill(0, x, (0, 0))
         tile = a.wait(0)
-        warpgroup.zero_rows(tile, first, groups)
+        if ahead:
+            warpgroup.zero_first_rows(tile, first, groups)
+        else:
+            warpgroup.zero_rows(tile, first, groups)
         warpgroup.store(y, warpgroup.load(tile, T), (0, 0))
 
     return body, smem
 
 
-def zeroed(run, sample, first, cols, dtype, groups):
-    body, smem = clearing(cols, dtype, groups)
+def zeroed(run, sample, first, cols, dtype, groups, ahead=False):
+    body, smem = clearing(cols, dtype, groups, ahead)
     x, y = sample((64, cols), dtype), blank((64, cols), dtype)
-    x[max(first, 0) :] = np.nan
+    gone = slice(None, max(first, 0)) if ahead else slice(max(first, 0), None)
+    x[gone] = np.nan
     run(body, tensor(x, st(64, cols, dtype)), y, np.int32(first), warps=4 * groups, shared=smem)
-    x[max(first, 0) :] = 0
+    x[gone] = 0
     assert (y == x).all()
 
 
@@ -50,6 +54,12 @@ def test_zero_rows(run, sample, first, cols, dtype):
 @FIRST
 def test_zero_rows_of_two_warpgroups(run, sample, first):
     zeroed(run, sample, first, 128, bf16, 2)
+
+
+@FIRST
+@pytest.mark.parametrize("groups", [1, 2])
+def test_zero_first_rows(run, sample, first, groups):
+    zeroed(run, sample, first, 128, bf16, groups, ahead=True)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 8])

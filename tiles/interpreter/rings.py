@@ -63,13 +63,13 @@ class Slot:
         for slot in self._everywhere:
             warp.load_async(self._part(slot, j, part, parts, across), slot.full, source, at, [self.empty])
 
-    def fill_pages(self, warp, j, pool, pages, size, at, last, parts):
+    def fill_pages(self, warp, j, pool, pages, size, at, last, parts, begin=None):
         """The same of a tile whose rows lie in pages: see ring.fill_pages."""
         warp.touches(pages, READ)
         (sequence, first, *rest), table, rows = map(int, at), np.asarray(pages), self.ring.box(parts).rows
         for part in range(parts):
             row, page, inside = first + rows * part, 0, size
-            if row < last:
+            if row < last and (begin is None or row + rows > begin):
                 if not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
                     raise warp.hazard(f"row {row} of sequence {sequence} lies in no page of a table of shape {table.shape}")
                 page, inside = int(table[sequence, row // size]), row % size

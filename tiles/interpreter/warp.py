@@ -262,7 +262,7 @@ class Warp(greenlet):
         view = lambda: inside(line[None], at, (1, len(own)), 0, 1)[0]
         self._copies(tile, own, lambda: cut(line[None], at, (1, len(own)), 0, 1)[0], view)
 
-    def look_up(self, pages, size, at, last, own):
+    def look_up(self, pages, size, at, last, own, begin=None):
         """In which pages rows `own` of a tile lie: see pipeline.look_up. Of each row the page's number and its place there."""
         sequence, first = map(int, at)
         rows = range(first + own.start, first + own.stop)
@@ -271,9 +271,10 @@ class Warp(greenlet):
         self.touches(pages, READ)
         table, found = np.asarray(pages), []
         for row in rows:
-            if row < last and not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
+            exists = (begin is None or row >= begin) and row < last
+            if exists and not (0 <= sequence < table.shape[0] and 0 <= row // size < table.shape[1]):
                 raise self.hazard(f"row {row} of sequence {sequence} lies in no page of a table of shape {table.shape}")
-            found += int(table[sequence, row // size]) if row < last else 0, row % size
+            found += int(table[sequence, row // size]) if exists else 0, row % size
         return tuple(found)
 
     def copy_pages(self, tile, pool, found, at, last, piece, own):

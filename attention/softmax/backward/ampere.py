@@ -152,6 +152,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
+    GROUPS = WARPS // warpgroup.WARPGROUP
     EACH, SUMS = parts.count // WARPS, parts.array  # how many parts of dQ a warp has; where they go
     DK, DV, PART = rt(OWN, config.head_dim, fp32), rt(OWN, config.value_dim, fp32), rt(BAND, PANEL, fp32)
     SCORES, S, P = rt(OWN, STEP, fp32), rt(STEP, OWN, fp32, "col"), rt(STEP, OWN, INPUT, "col")
@@ -241,6 +242,12 @@ def make(config: Config):
         number, batch, share = sequences.find_keys(number, pair, heads, KV, given)
         subgroup, span = divmod(share, spans)
         own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_number()
+        if sequences.packed and warp < OWNERS:
+            some, row = sequences.nobodys_keys(key, batch, KV, given)
+            if some:
+                at_keys = int32(0), int32(row + OWN * warp), share, 0
+                result.store(gDK, zeros(DK), at_keys, PIECE)
+                result.store(gDV, zeros(DV), at_keys, PIECE)
         if not sequences.has_keys(key, batch, given):
             return
         if not sequences.apart:  # what lies behind the ends is another's
@@ -259,7 +266,10 @@ def make(config: Config):
         q.fill(0, gQ, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
         do.fill(0, gDO, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
-        keys, values = subtile(every_key, OWN, mine), subtile(v.wait(0, 2), OWN, mine)
+        every_value = v.wait(0, 2)
+        every.clear(every_key, GROUPS)
+        every.clear(every_value, GROUPS)
+        keys, values = subtile(every_key, OWN, mine), subtile(every_value, OWN, mine)
         sums, learnt = zeros(DK) if APART else (zeros(DK), zeros(DV)), learns.begin(SCORES)
         head, i, of = int32(group * subgroup), int32(0), int32(group * divmod(pair, spans)[0])
         for j in range(tiles):

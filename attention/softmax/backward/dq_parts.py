@@ -62,11 +62,16 @@ class ByRows:
         """How many warps share the work of finishing a tile of queries."""
         return self.count * ROWS // BAND
 
+    @property
+    def finished(self) -> rt:
+        """The type of what one of these warps finishes."""
+        return rt(BAND, self.across, fp32)
+
     @inlined
     def load(self, gSum, pair, tile, band):
         """What one of these warps finishes: 16 rows of a tile's parts."""
         row = self.rows * tile + BAND * self.across // LINE * band
-        return load_held(gSum, rt(BAND, self.across, fp32), (pair, int32(row), 0), QUAD)
+        return load_held(gSum, self.finished, (pair, int32(row), 0), QUAD)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
@@ -133,9 +138,13 @@ class Held(ByRows):
         """The index of part n of a tile of queries among the sums."""
         return pair, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
 
+    @property
+    def finished(self) -> rt:
+        return rt(BAND, PANEL, fp32)
+
     @inlined
     def load(self, gSum, pair, tile, band):
-        return load_held(gSum, rt(BAND, PANEL, fp32), self.place(pair, tile, band), self.together)
+        return load_held(gSum, self.finished, self.place(pair, tile, band), self.together)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, grid, truncate
+from ops import divmod, grid, truncate, zeros
 from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 
@@ -68,11 +68,16 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
-        """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair."""
+        """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
         if EARLY:
             grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)
+        if sequences.packed:
+            some, row = sequences.nobodys(block, batch, given)
+            if some:
+                for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
+                    parts.finish(gDQ, zeros(parts.finished), int32(0), row, head, int32(band), result)
         if sequences.has(block, batch, given):
             own = sequences.sequence(batch, given)
             row = int32(own.query + QUERIES * block)

@@ -182,6 +182,12 @@ def make(config: Config):
         block, batch, share = sequences.find_keys(block, pair, heads, KV, given)
         subgroup, span = divmod(share, spans)
         own, key = sequences.sequence(batch, given), int32(KV * block)
+        if sequences.packed and me < CONSUMERS:
+            some, row = sequences.nobodys_keys(key, batch, KV, given)
+            if some:
+                at_keys = int32(0), int32(row + EACH * (me // SHARE)), share
+                result.store_four(gDK, zeros(DK), (*at_keys, K_COLS * (me % SHARE)))
+                result.store_four(gDV, zeros(DV), (*at_keys, V_COLS * (me % SHARE)))
         if not sequences.has_keys(key, batch, given):
             return
         at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
@@ -199,6 +205,8 @@ def make(config: Config):
             keys, values = k.wait(0), v.wait(0)
             sequences.clear(keys, own.keys - key, CONSUMERS)
             sequences.clear(values, own.keys - key, CONSUMERS)
+            every.clear(keys, CONSUMERS)
+            every.clear(values, CONSUMERS)
             keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums, bias

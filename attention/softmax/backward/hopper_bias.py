@@ -18,6 +18,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from ..base_config import BaseConfig
 from ..scores import BiasedByTile
 from ..sequences import Batched
+from ..tiling import clear_ahead, clear_behind
 from ..variants import At, Both
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
@@ -64,7 +65,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
     if arch == "sm_90a":
         for head_dim, others in ((64, 128), (128, 64)):
-            variant = Both(CAUSAL, BiasedByTile(True, bf16))
+            variant = Both(CAUSAL, BiasedByTile(True, False, bf16))
             yield Config(head_dim, head_dim, bf16, variant, KV[head_dim], others=others)
 
 
@@ -102,7 +103,10 @@ def make(config: Config):
         """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
-        dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), v.wait(n))
+        values = v.wait(n)
+        clear_ahead(values, tiling.unseen_ahead(key, at), CONSUMERS)
+        clear_behind(values, tiling.unseen_behind(key + COLS, at), CONSUMERS)
+        dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), values)
         numbers = int32(2 * OTHERS * (at.row // OTHERS) + at.row % OTHERS)
         lse = load(gSums, S.col_vec, (at.batch, at.head, numbers))
         delta = load(gSums, S.col_vec, (at.batch, at.head, int32(numbers + OTHERS)))

@@ -155,7 +155,10 @@ def make(config: Config):
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * order.start(every)))
                 here = here._replace(kept=variant.keep(here))
-                rings, blocks_of = (q, do, ds, dq, sums, bias), (subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me), k)
+                keys, values = k.wait(0), v.wait(0)
+                every.clear(keys, CONSUMERS)
+                every.clear(values, CONSUMERS)
+                rings, blocks_of = (q, do, ds, dq, sums, bias), (subtile(keys, EACH, me), subtile(values, EACH, me), k)
                 mine, i = int32(key + EACH * me + S.cols * warpgroup.rank()), int32(0)
                 s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))
                 p = weighed(i, warpgroup.wait(s), tiling.cut(every, order.nth(every.n, i)), rings, me, here, mine, scale)

@@ -195,7 +195,10 @@ def make(config: Config):
             if tiles > 0:
                 here = at._replace(row=int32(ROWS * order.start(every)))
                 here, i = here._replace(kept=variant.keep(here)), int32(0)
-                keys, values = subtile(k.wait(0), EACH, me), subtile(v.wait(0), EACH, me)
+                every_key, every_value = k.wait(0), v.wait(0)
+                every.clear(every_key, CONSUMERS)
+                every.clear(every_value, CONSUMERS)
+                keys, values = subtile(every_key, EACH, me), subtile(every_value, EACH, me)
                 last = int32(0)
                 for j in range(tiles):
                     if j > 0:

@@ -157,6 +157,7 @@ def make(config: Config):
                 dv = zeros(DV)
                 if tiles > 0:
                     keys = k.wait(0)
+                    every.clear(keys, 1)
                     s = warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))
                     q.release(0)
                     here, cut = place(int32(0), every, at, group, subgroup)
@@ -178,6 +179,7 @@ def make(config: Config):
                 dk = zeros(DK)
                 if tiles > 0:
                     values = v.wait(0)
+                    every.clear(values, 1)
                     dp = warpgroup.wait(warpgroup.mm_ABt(values, do.wait(0)))
                     do.release(0)
                     slope = INPUT(sloped(int32(0), dp, p, sums))

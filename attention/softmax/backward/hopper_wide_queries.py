@@ -14,6 +14,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..base_config import BaseConfig
+from ..tiling import clear_ahead, clear_behind
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
 from .hopper_wide import padded
@@ -136,8 +137,15 @@ def make(config: Config):
             delta = load(gSums, S.col_vec, (batch, head, int32(first + mine + EACH)))
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
             for j in range(every.n):
-                cut = j < every.cut
-                s, dq = step(j, s, dq, cut, (q, do, k, v), here, tiling.key(every, j, at), lse, delta, scale)
+                cut, key = j < every.cut, tiling.key(every, j, at)
+                ahead, behind = every.ahead if j == every.cut - 1 else int32(0), every.behind if j == 0 else int32(0)
+                if ahead > 0 or behind > 0:
+                    warpgroup.sync_several(CONSUMERS)  # both have their scores of these keys
+                    clear_ahead(k.wait(j), ahead, CONSUMERS)
+                    clear_behind(k.wait(j), behind, CONSUMERS)
+                    clear_ahead(v.wait(j), ahead, CONSUMERS)
+                    clear_behind(v.wait(j), behind, CONSUMERS)
+                s, dq = step(j, s, dq, cut, (q, do, k, v), here, key, lse, delta, scale)
             warpgroup.store(gDQ, INPUT(dq * unit), (own.batch, first, head, 0), 1, 3, True)
 
     return attend, smem

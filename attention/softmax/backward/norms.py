@@ -35,7 +35,7 @@ from ..gradient import ONCE
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
 from ..norms import Layer, Rms
-from .results import Written, of_sums
+from .results import Written, of_sums, times
 
 WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time
 SHARE = 8 * WARPS  # tiles, one below the other, whose columns a thread block sums up
@@ -108,14 +108,14 @@ class Rows:
             level, along = zeros(PART.col_vec), zeros(PART.col_vec)
             for col in range(0, X.cols, PART.cols):
                 n, dn = weighted(gX, gDY, (batch, row, head, col), of_rows, given)
-                along = along + row_sum(dn * n)
+                along = along + row_sum(times(dn, n))
                 if CENTRED:
                     level = level + row_sum(dn)
             level, along = meant(level, given), meant(along, given)
             for col in range(0, X.cols, PART.cols):
                 at = batch, row, head, col
                 n, dn = weighted(gX, gDY, at, of_rows, given)
-                result.store(gDX, (dn - level - n * along) * scale, at, ALIGNED)
+                result.store(gDX, times(dn - level - times(along, n), scale), at, ALIGNED)
 
         return rows, None
 
@@ -156,7 +156,7 @@ class Columns:
                 pair = int32(heads * batch + head)
                 of_rows = load(gRows, PART.col_vec, (pair, 0, row)), load(gRows, PART.col_vec, (pair, 1, row))
                 normed, dy = seen(gX, gDY, (batch, row, head, col), of_rows)
-                total = total + (dy * normed if WEIGHTS else dy)
+                total = total + (times(dy, normed) if WEIGHTS else dy)
             found = block.reduce_sum(col_sum(total), scratch)
             if warp == 0:
                 store(gParts, found, (head, part, col))

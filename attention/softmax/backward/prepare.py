@@ -111,8 +111,8 @@ def make(config: Config):
             at = own.batch, own.query + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         store(gSums, finish_sum(delta), (own.batch, head, int32(to + ROWS)))
-        there = (row_index(PART.col_vec) + row < own.queries) & (lse > -NEVER)
-        store(gSums, where(there, lse, NEVER), (own.batch, head, to))
+        lse = where(lse <= -NEVER, NEVER, lse)  # not where it is NaN
+        store(gSums, where(row_index(PART.col_vec) + row < own.queries, lse, NEVER), (own.batch, head, to))
         if warp == 0:
             order.begin(given, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared

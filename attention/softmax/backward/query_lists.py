@@ -2,8 +2,8 @@
 
 The same survey finds the classes of all tiles of queries and blocks of keys. `Gathering` then goes through those of a block of
 keys, for all query heads that share its head, and writes its list, a row of integers: how many tiles of queries see some of its
-keys; how many of them must be masked; the numbers of those, and from the end of the row on backwards the numbers of the others,
-both from the first on.
+keys; how many of them must be masked; how many keys at the block's beginning, and at its end, no query sees; the numbers of the
+tiles that must be masked, and from the end of the row on backwards the numbers of the others, both from the first on.
 
 Blocks that add to dQ in order (dq_order.py) must know how many blocks before them add to a tile, too: those whose lists have
 it. `Ranking` goes through the blocks of keys for a tile of queries, and counts them."""
@@ -22,7 +22,7 @@ from tiles.arrays import Operand
 from tiles.layout import LANES
 
 from ..assembled import Assembled
-from ..key_block_lists import CLASSES, HEAD, LISTS, WARPS, Survey
+from ..key_block_lists import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST, WARPS, Survey
 from ..launches import Before
 from ..variants import At, Variant
 from .tiling import Facing, Spanning, Tiles
@@ -51,7 +51,9 @@ class Listed(Facing):
     @inlined
     def tiles(self, key, at, group):
         lists, head, block = at.given.lists, at.head // group, key // self.kv
-        return Tiles(int32(0), int32(lists[at.batch, head, block, 0]), int32(lists[at.batch, head, block, 1]), int32(0))
+        n, cut = int32(lists[at.batch, head, block, 0]), int32(lists[at.batch, head, block, 1])
+        ahead, behind = int32(lists[at.batch, head, block, 2]), int32(lists[at.batch, head, block, 3])
+        return Tiles(int32(0), n, cut, int32(0), ahead, behind)
 
     @inlined
     def tile(self, tiles, i, key, at, group):
@@ -97,8 +99,8 @@ class Gathering:
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, and where classes and lists are."""
-        return record(classes=CLASSES, lists=LISTS, **self.variant.given)
+        """What the kernel is told of the variant, and where the survey's results and lists are."""
+        return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.given)
 
     @staticmethod
     @functools.cache
@@ -113,16 +115,21 @@ class Gathering:
             batch, head = divmod(pair, heads)
             at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
             every = tiling.tiles(int32(KV * block), at, group)
-            some, whole = int32(0), int32(0)
+            some, whole, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
             for i in range(every.n):
                 tile = int32(every.first + i)
                 found = class_of(at.given.classes, batch, group * head, group, tile, block)
+                for h in range(group * head, group * head + group):
+                    ahead = int32(min(ahead, at.given.unseen[batch, h, tile, BOTH * block + AHEAD]))
+                    behind = int32(min(behind, at.given.unseen[batch, h, tile, BOTH * block + BEHIND]))
                 if found > 0:
                     place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
                     at.given.lists[batch, head, block, place] = tile
                 some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
             at.given.lists[batch, head, block, 0] = some + whole
             at.given.lists[batch, head, block, 1] = some
+            at.given.lists[batch, head, block, 2] = ahead
+            at.given.lists[batch, head, block, 3] = behind
 
         return gathering, None
 
@@ -171,14 +178,15 @@ def listed(
     many, of_keys = heads if by_head else 1, kv_heads if by_head else 1
     classes = before.memory((batches, many, tiles, blocks), "int8")
     made_of = made.variant, config.rows, config.kv
+    unseen = before.memory((batches, many, tiles, BOTH * blocks), "int8")
     found = {"lists": before.memory((batches, of_keys, blocks, HEAD + tiles), "int32"), "classes": classes}
     survey = Survey(*made_of, config.axes)
     groups = -(-blocks // WARPS)
-    asked = {"classes": classes, "groups": groups, "blocks": tiles, "heads": many}
+    asked = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": many}
     before.launch(survey, survey, batches * many * tiles * groups, **asked, **told, **read)
     numbers = {"blocks": blocks, "heads": of_keys, "group": many // of_keys}
     gathering, ranking = Gathering(*made_of), Ranking(*made_of)
-    before.launch(gathering, gathering, batches * of_keys * blocks, **found, **numbers, **told)
+    before.launch(gathering, gathering, batches * of_keys * blocks, unseen=unseen, **found, **numbers, **told)
     if config.ordered:
         found["ranks"] = before.memory((batches, of_keys, tiles, blocks), "int32")
         of_tiles = {"classes": classes, "ranks": found["ranks"], "tiles": tiles}

@@ -201,10 +201,10 @@ class Recomputed:
         ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.before is None:
-            return where(p > 0.0, ds * self.read.by(x, i, j, at), 0.0), i, j, at
+            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
         else:
             x = self.before.score(x, here._replace(kept=self.before.keep(here)), key) * at.given.score_unit
-            return where(p > 0.0, ds * self.read.by(x, i, j, at), 0.0), i, j, at
+            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
 
 
 def recomputed(config: Config) -> Recomputed:

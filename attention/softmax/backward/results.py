@@ -1,7 +1,13 @@
 """How a gradient is stored: written, or added to what the array holds; two objects with the same methods."""
 
-from ops import load, store, warpgroup
+from ops import load, store, warpgroup, where
 from tiles import dtype, fp32, inlined, rt, static
+
+
+@inlined
+def times(gradient, x):
+    """gradient x; 0 where the gradient is 0, whatever x is: rows that no query sees, or that belong to nobody, may be NaN."""
+    return where(gradient == 0.0, 0.0, gradient * x)
 
 
 @static

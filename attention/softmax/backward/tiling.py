@@ -8,17 +8,26 @@ from numpy import int32
 from ops import divmod, rasterize, right_fill
 from tiles import inlined, static
 
-from ..tiling import Tiling
+from ..tiling import Tiling, clear_ahead, clear_behind
 
 
 class Tiles(NamedTuple):
     """The tiles of queries that see a block of keys: n of them, from tile `first` on. Those from the left-th to before the
-    right-th need no mask."""
+    right-th need no mask. ahead, behind: how many of the block's first keys, and of its last ones, no query sees, so that they
+    must not be multiplied: see tiling.Blocks."""
 
     first: Any
     n: Any
     left: Any
     right: Any
+    ahead: Any
+    behind: Any
+
+    @inlined
+    def clear(self, tile, groups):
+        """Zero these keys in a shared tile of the block. Done by the thread block's first `groups` warpgroups together."""
+        clear_ahead(tile, self.ahead, groups)
+        clear_behind(tile, self.behind, groups)
 
 
 @static
@@ -47,7 +56,9 @@ class Facing(Tiling):
             left = n
         if not self.apart and key >= at.keys:
             n = 0
-        return Tiles(int32(first), int32(n), int32(left), int32(right))
+        return Tiles(
+            int32(first), int32(n), int32(left), int32(right), self.unseen_ahead(key, at), self.unseen_behind(key + self.kv, at)
+        )
 
     @inlined
     def span(self, tiles, number, spans):
@@ -104,4 +115,5 @@ class Spanning(Facing):
         each, _ = divmod(int32(tiles.n + spans - 1), spans)
         first = min(each * number, tiles.n)
         n = min(each, tiles.n - first)
-        return Tiles(int32(tiles.first + first), int32(n), int32(tiles.left - first), int32(tiles.right - first))
+        left, right = int32(tiles.left - first), int32(tiles.right - first)
+        return tiles._replace(first=int32(tiles.first + first), n=int32(n), left=left, right=right)

@@ -23,6 +23,7 @@ from ops import (
     divmod,
     exp2,
     finish_sum,
+    full,
     grid,
     load,
     log2,
@@ -38,7 +39,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..norms import Normed
-from ..online import LOWEST, TINY, Softmax
+from ..online import LOWEST_FLOAT, Softmax, over_sum
 from ..variants import At, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
@@ -218,7 +219,7 @@ def make(config: Config):
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
     norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IN_PARTS = type(result) is not Whole
+    IN_PARTS, DEEP = type(result) is not Whole, variant.deep
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
@@ -229,7 +230,7 @@ def make(config: Config):
     PARTS = next(
         n for n in (1, 2, 3) if WARPS * BAND * config.value_dim * fp32.itemsize <= n * room and O.cols % (PANEL * n) == 0
     )
-    COLUMNS = config.value_dim // PARTS
+    COLUMNS, ALL_COLUMNS = config.value_dim // PARTS, config.value_dim
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
     KNOWS = type(reach) is Everything and not reach.padded and config.lie is Alike  # from numbers alone, where its keys lie?
@@ -305,7 +306,7 @@ def make(config: Config):
             for other in range(WARPS):
                 o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
             o = product.columns(o, unit)
-            result.store(o / maximum(l, TINY), spot, int32(col + PANEL * slab), given)
+            result.store(over_sum(o, l), spot, int32(col + PANEL * slab), given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -323,7 +324,7 @@ def make(config: Config):
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
         if EARLY and not KNOWS:
             grid.wait(int32(number + head + band))
-        rows = lie.find(band, tokens, group, given)
+        rows, all_tokens = lie.find(band, tokens, group, given), tokens
         warp, row, tokens, begin = int32(cuda.threadIdx.x // LANES), rows.row, rows.tokens, int32(rows.start * group)
         end = int32(tokens * group)
         last_row = min(row + BAND, end) - 1
@@ -359,7 +360,7 @@ def make(config: Config):
             at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
             at = at._replace(kept=variant.keep(at))
             k_unit, v_unit = product.units(sequence, head, given)
-            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(LOWEST), product.unit()
+            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(variant.floor), product.unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
@@ -377,12 +378,12 @@ def make(config: Config):
                 seen = seen.moved(s, None, scale, slack)
                 of_values = product.of_values(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
                 o, o_unit = product.rescaled(seen, o_unit, of_values)
-                p = seen.weights(s, None, scale)
+                p = seen.weights(s, None, scale, DEEP)
                 seen = seen._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
 
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):
-                m = maximum(m, sums.lowest(at))
+                m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
             weight = exp2((seen.m - m) * scale)
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
@@ -400,5 +401,13 @@ def make(config: Config):
             work = split.next(work, tokens, given)
             if work.left > 0:
                 block.sync()  # the addends are no longer read; values will come to their place
+        if lie.packed:
+            first_token, last_token = lie.nobodys(rows, all_tokens, group, given)
+            if first_token <= last_token:
+                spot = Spot(int32(0), head, work.part, int32(0), False, int32(begin + row), first_token, last_token, group)
+                for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
+                    result.store(zeros(SLAB), spot, int32(PANEL * slab), given)
+                if warp == 0:
+                    result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
 
     return attend, smem

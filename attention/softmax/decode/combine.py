@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_sum, divmod, exp2, grid, load, log2, maximum, row_index, store, tile_max, tile_sum, where, zeros
+from ops import col_sum, divmod, exp2, grid, load, log2, row_index, store, tile_max, tile_sum, where, zeros
 from tiles import bf16, dtype, fp16, fp32, rt
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 
-from ..online import LN2, LOWEST, TINY
+from ..online import LN2, LOWEST_FLOAT, over_sum
 from ..variants import At, Variant
 from .reach import Reach
 from .splits import Parted, Shares
@@ -65,7 +65,7 @@ def make(config: Config):
         if count > 1:
             token, member = divmod(row, group)
             col = int32(COLUMNS * slab + PART.cols * (cuda.threadIdx.x // LANES))
-            m, l, o = float32(LOWEST), float32(0.0), zeros(PART.row_vec)
+            m, l, o = float32(LOWEST_FLOAT), float32(0.0), zeros(PART.row_vec)
             for n in range(0, count, AT_ONCE):
                 if EARLY and n == 0:
                     grid.follow()  # in the loop, before which the compiler puts all that computes addresses
@@ -78,10 +78,10 @@ def make(config: Config):
                 part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
                 m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
             at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
-            most = max(m, sums.lowest(at))
+            most = max(m, sums.lowest(at, LOWEST_FLOAT))
             lag = exp2((m - most) * scale)
             l = sums.total(l * lag, most, scale, at)
-            store(out, o * (lag / maximum(l, TINY)), (sequence, token, head, member, col))
+            store(out, over_sum(o * lag, l), (sequence, token, head, member, col))
             if lse.shape[0] > 0:
                 lse[sequence, head, member, token] = (most * scale + log2(l)) * LN2
         elif EARLY and cuda.blockIdx.x == 0:  # one block at least waits, so that this grid ends after that one

@@ -22,7 +22,7 @@ from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
 
 from ..key_sources import Along, InCaches, InPages
-from ..online import LOWEST, TINY, Softmax
+from ..online import LOWEST_FLOAT, Softmax, over_sum
 from ..variants import At, Variant, arrays_of
 from .feeds import ByTma, Gathered
 from .reach import Reach
@@ -125,7 +125,7 @@ def make(config: Config):
     Q = rt(16, QUERIES.panel_cols, INPUT)
     O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
     H, STAGED = rt(16, HALF, fp32), config.stages
-    PANELS, LEFT = QUERIES.panels, reach.left
+    PANELS, LEFT, DEEP = QUERIES.panels, reach.left, variant.deep
     softmax = Softmax(O)
     smem = shared(
         q=QUERIES,
@@ -171,7 +171,7 @@ def make(config: Config):
         if LEFT or key + KV > inner:
             s = reach.mask(s, at, key, at.keys)
         seen = seen.moved(s, None, scale, slack)
-        p = seen.weights(s, None, scale)
+        p = seen.weights(s, None, scale, DEEP)
         seen, values = seen.add(p), pipes.v.wait(j)
         if not GATHERS and key + KV > at.keys:  # a weight of 0 does not make up for a NaN
             warpgroup.zero_rows(values, int32(at.keys - key))
@@ -191,14 +191,14 @@ def make(config: Config):
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
         m = maximum(seen.m, its_m)
         if result.joins(spot):
-            m = maximum(m, sums.lowest(at))
+            m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
         mine, its = exp2((seen.m - m) * scale), exp2((its_m - m) * scale)
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
         if result.joins(spot):
             l = sums.total(l, m, scale, at)
         kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
         o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
-        result.store(o / maximum(l, TINY), spot, int32(HALF * me), given)
+        result.store(over_sum(o, l), spot, int32(HALF * me), given)
         if me == 0:
             result.store_sums(m + log2(l) / scale, scale, spot, given)
 
@@ -238,7 +238,7 @@ def make(config: Config):
                 at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
                 at = at._replace(kept=variant.keep(at))
                 bring(pipes, gQ, spot, me)
-                seen = softmax.begin(LOWEST)
+                seen = softmax.begin(variant.floor)
                 for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
                     seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, at, scale, slack)
                 finish(seen, pipes, me, at, scale, spot, given)

@@ -32,7 +32,8 @@ def planned(
     functions read. told: the kernel's arguments for lengths and output. ValueError: the family cannot serve the call."""
     packed, paged = "cu_seqlens" in problem, "pages" in problem
     kind: dict[str, Any] = {"lie": PackedCached if packed else Cached, "axes": tuple(len(x.form.shape) for x in aux)}
-    kind["held"] = InPages(1) if paged else InCaches() if packed or "batch_index" in problem else Along()
+    cached = packed or "batch_index" in problem
+    kind["held"] = InPages(1, "left" in made.variant.given) if paged else InCaches() if cached else Along()
     hopper, parts = config_of(problem, made, True, most_keys, **kind), 1
     if paged:
         part = math.gcd(hopper.kv, int(problem("T")[0]))
@@ -45,7 +46,7 @@ def planned(
     tma = choose(problem, family, problem.by_tma and parts > 0) == "sm_90"
     config: Shape = hopper if tma else config_of(problem, made, False, most_keys, **kind)
     if tma and paged:
-        config = replace(hopper, held=InPages(parts))
+        config = replace(hopper, held=replace(hopper.held, parts=parts))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
     arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
     arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}

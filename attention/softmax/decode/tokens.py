@@ -48,10 +48,18 @@ class Alike:
         """The batch in which the tokens of a sequence lie."""
         return sequence
 
+    packed = False  # do the tokens of other sequences follow, or nobody's?
+
     @inlined
     def has(self, rows, group):
         """Does the tile have any rows?"""
         return True
+
+    @inlined
+    def nobodys(self, rows, tokens, group, given):
+        """(the first token of a tile that lies behind the last sequence, the last one), of a batch of `tokens` tokens. There
+        are none if the last one comes first. Tiles that the last sequence does not need go on to the end of the batch."""
+        return int32(0), int32(-1)
 
 
 class OneBehindTheOther(Alike):
@@ -88,6 +96,14 @@ class OneBehindTheOther(Alike):
     def batch(self, sequence):
         return int32(0)
 
+    packed = True
+
     @inlined
     def has(self, rows, group):
         return rows.row < rows.tokens * group
+
+    @inlined
+    def nobodys(self, rows, tokens, group, given):
+        row, end = int32(rows.start * group + rows.row), int32(rows.start + rows.tokens)
+        last = min((row + self.band - 1) // group, tokens - 1) if rows.sequence + 2 == given.ends.shape[0] else -1
+        return int32(max(end, row // group)), int32(last)

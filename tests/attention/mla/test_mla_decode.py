@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import BF16, OnInterpreter
+from poison import in_pages, poisoned, spoiled, unaligned
 
 import attention
 from attention import reference
@@ -12,7 +13,6 @@ from attention.cache import PagedCache
 from attention.mla import ampere, combine, decode, hopper, quantised
 from attention.mla.shape import COLUMNS, LATENT, ROTARY
 from tiles import fp8e4m3
-from tiles.frameworks import Kind
 
 FP16, SCALE = np.dtype(np.float16), 192**-0.5
 FAMILIES = "sm_80", "sm_90", "fp8", "fp8 sm_80"
@@ -24,27 +24,11 @@ def draw(shape, dtype=BF16):
 
 
 def case(lengths, tokens=1, heads=16, room=None, dtype=BF16):
-    """(q, latent) of sequences of these lengths; NaN behind a length."""
+    """(q, latent) of sequences of these lengths; poison behind a length."""
     batch, room = len(lengths), room or max(*lengths, 1)
     latent = draw((batch, room, COLUMNS), dtype)
-    for one, length in zip(latent, lengths):
-        one[length:] = np.nan
-    return draw((batch, tokens, heads, COLUMNS), dtype), latent
-
-
-def in_pages(arrays, lengths, size):
-    """(the pools, the table): pages in any order, NaN where nobody's keys lie, no numbers behind a sequence's last page."""
-    used = [-(-n // size) for n in lengths]
-    numbers = iter(np.random.default_rng(3).permutation(sum(used) + 2))
-    table = np.full((len(lengths), -(-arrays[0].shape[1] // size) + 1), -7, np.int32)
-    pools = [np.full((sum(used) + 2, size, *x.shape[2:]), np.nan, x.dtype) for x in arrays]
-    for b, n in enumerate(lengths):
-        for page in range(used[b]):
-            table[b, page] = number = next(numbers)
-            for pool, x in zip(pools, arrays):
-                rows = x[b, size * page : min(size * (page + 1), n)]
-                pool[number, : len(rows)] = rows
-    return pools, table
+    unused = np.arange(room) >= np.array(lengths)[:, None]
+    return draw((batch, tokens, heads, COLUMNS), dtype), spoiled(latent, unused)
 
 
 def quantise(latent):
@@ -79,7 +63,7 @@ def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, fam
     if narrow:
         family, (told["descale"], told["rotary"]) = "sm_80" if "sm_80" in family else "sm_90", cache[1:]
     told = {name: place.put(x) for name, x in told.items()}
-    out = place.put(np.full((*q.shape[:-1], LATENT), np.nan, q.dtype))
+    out = place.put(poisoned((*q.shape[:-1], LATENT), q.dtype))
     told |= {"scale": SCALE, "splits": splits, "causal": causal, "family": family}
     got, lse = attention.mla_decode(place.put(q), place.put(cache[0]), out=out, return_lse=True, **told)
     assert got is out
@@ -138,7 +122,7 @@ def test_a_cache_of_more_batches(family):
     """Sequences lie in any of them; the others hold NaN. Rows of the cache may be apart."""
     place = OnInterpreter()
     q, latent = case((70, 20))
-    held = np.full((5, 70, COLUMNS + 8), np.nan, BF16)
+    held = poisoned((5, 70, COLUMNS + 8), BF16)
     held[[3, 1], :, :COLUMNS] = latent
     told = {"lengths": place.put(np.array([70, 20])), "batch_index": place.put(np.array([3, 1], np.int32))}
     got = attention.mla_decode(place.put(q), place.put(held)[..., :COLUMNS], scale=SCALE, family=family, **told)
@@ -149,8 +133,7 @@ def test_rows_that_begin_anywhere():
     """At any even byte: what TMA cannot address, the others' kernel reads."""
     place = OnInterpreter()
     q, latent = case((40,))
-    wide = np.full((1, 40, COLUMNS + 9), np.nan, BF16)
-    wide[..., 1 : 1 + COLUMNS] = latent
+    wide = unaligned(latent, 1, 8).base
     got = attention.mla_decode(
         place.put(q), place.put(wide)[..., 1 : 1 + COLUMNS], lengths=place.put(np.array([40])), scale=SCALE
     )
@@ -168,9 +151,8 @@ def test_a_given_split_has_the_same_bits_always(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_that_nobody_wrote(monkeypatch, family):
+def test_parts_that_nobody_wrote(family):
     """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
-    monkeypatch.setattr(Kind, "maker", lambda self, home, shape, dtype: lambda: np.full(shape, np.nan, dtype))
     agree(OnInterpreter(), *case((3,), heads=2, room=140), (3,), splits=3, family=family)
 
 

@@ -5,6 +5,7 @@ from copy import copy
 
 import numpy as np
 from places import BF16
+from poison import poisoned, unseen
 
 import attention
 from attention import reference
@@ -46,11 +47,6 @@ def weights_of(heads, dim):
     }
 
 
-def poisoned(shape, dtype):
-    """NaN everywhere."""
-    return np.full(shape, np.nan, dtype)
-
-
 def there(place, options):
     """Options whose arrays lie where the test runs."""
     put = {name: place.put(options[name]) for name in ARRAYS if hasattr(options.get(name), "shape")}
@@ -61,14 +57,13 @@ def there(place, options):
     return options | put | {n: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for n, x in several.items()}
 
 
-def agree(place, q, k, v, *, family=None, known=None, **options):
-    """Run and judge by the rule: out and lse against float64, no NaN, every element written. known: the same k and v without
-    what may not be read, for the formula."""
+def agree(place, q, k, v, *, family=None, block=None, **options):
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written. What no query sees is poison;
+    block: see there."""
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     given = there(place, options) | ({} if family is None else {"family": family})
-    got, lse = attention.forward(place.put(q), place.put(k), place.put(v), out=out, return_lse=True, **given)
+    got, lse = attention.forward(*map(place.put, unseen(q, k, v, block=block, **options)), out=out, return_lse=True, **given)
     assert got is out
-    k, v = known or (k, v)
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, low_lse = reference.forward_low(q, k, v, **options)
     cap = options.get("softcap") or 0.0
@@ -79,3 +74,18 @@ def agree(place, q, k, v, *, family=None, known=None, **options):
     atol = factor * lost + 8 * ULP + cap * TANH  # ex2 and lg2: 2 ulp each
     np.testing.assert_allclose(place.get(lse), ref_lse, rtol=8 * ULP, atol=atol)
     return place.get(out), place.get(lse)
+
+
+def agree_among_poison(place, packing, arrays, *, family=None, **options):
+    """The same of packed sequences (poison.Packing), whose q, k and v these arrays are, between neighbours of poison: each as
+    if they were alone, and 0 and -inf for tokens of nobody."""
+    told = {} if family is None else {"family": family}
+    ends = place.put(packing.ends)
+    put = [place.put(packing.spread(x)) for x in arrays]
+    found = attention.forward(*put, cu_seqlens=ends, return_lse=True, **there(place, options), **told)
+    out, lse = map(place.get, found)
+    assert (out[:, packing.nobodys].astype(F32) == 0).all() and (lse[:, :, packing.nobodys] == -np.inf).all()
+    ref, ref_lse = reference.forward(*arrays, cu_seqlens=packing.alone, **options)
+    low, _ = reference.forward_low(*arrays, cu_seqlens=packing.alone, **options)
+    reference.assert_close(packing.gather(out), ref, low)
+    np.testing.assert_allclose(packing.gather(lse, 2), ref_lse, rtol=8 * ULP, atol=1e-4)

@@ -1,8 +1,9 @@
 """What the tests of attention.decode share: sequences, their pages, the formula a sequence at a time, what judges."""
 
 import numpy as np
-from judged import TANH, ULP, draw, poisoned
+from judged import TANH, ULP, draw
 from places import BF16
+from poison import in_pages, poisoned, spoiled, unseen
 
 import attention
 from attention import reference
@@ -13,32 +14,29 @@ HELD = "lengths", "pages", "batch_index", "leftpad", "alibi", "sink", "q_norm", 
 
 
 def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=BF16, value_dim=None, first=None):
-    """(q, k, v) of sequences of these lengths; NaN behind a length, and before `first` of each."""
+    """(q, k, v) of sequences of these lengths; poison behind a length, and before `first` of each."""
     batch, room = len(lengths), room or max(*lengths, 1)
     q = draw((batch, tokens, heads, head_dim), dtype)
     k, v = (draw((batch, room, kv_heads, dim), dtype) for dim in (head_dim, value_dim or head_dim))
-    for b, length in enumerate(lengths):
-        for x in (k, v):
-            x[b, length:] = np.nan
-            x[b, : first[b] if first else 0] = np.nan
-    return q, k, v
+    place = np.arange(room)
+    used = place < np.array(lengths)[:, None]
+    if first:
+        used &= place >= np.array(first)[:, None]
+    return q, spoiled(k, ~used), spoiled(v, ~used)
 
 
-def in_pages(k, v, lengths, size):
-    """(the pools, the table): pages in any order, NaN where nobody's keys lie, and no numbers behind a sequence's last page."""
-    rng = np.random.default_rng(3)
-    most = -(-k.shape[1] // size) + 1
-    used = [-(-n // size) for n in lengths]
-    numbers = iter(rng.permutation(sum(used) + 2))
-    table = np.full((len(lengths), most), -7, np.int32)
-    pools = [poisoned((sum(used) + 2, size, *x.shape[2:]), x.dtype) for x in (k, v)]
+def ahead_of_windows(q, k, v, lengths, leftpad=None, causal=True, window=None, **options):
+    """(k, v, the first key of each sequence that any of its tokens sees), with poison in front of those."""
+    found, firsts = (k.copy(), v.copy()), []
     for b, n in enumerate(lengths):
-        for page in range(used[b]):
-            table[b, page] = number = next(numbers)
-            for pool, x in zip(pools, (k, v)):
-                rows = x[b, size * page : min(size * (page + 1), n)]
-                pool[number, : len(rows)] = rows
-    return *pools, table
+        first = 0 if leftpad is None else leftpad[b]
+        one = [x[b : b + 1] for x in (q, k, v)]
+        _, *its = unseen(one[0], *(x[:, first:n] for x in one[1:]), causal=causal, window=window)
+        for x, y in zip(found, its):
+            x[b, first:n] = y[0]
+        left = window and window[0]
+        firsts.append(first if left is None else max(first, n - q.shape[1] - left))
+    return *found, firsts
 
 
 def known(q, k, v, lengths, leftpad=None, **options):
@@ -60,12 +58,13 @@ def put(place, x):
 
 
 def agree(place, q, k, v, lengths, *, leftpad=None, size=None, splits=None, causal=True, family=None, **options):
-    """Run and judge by the rule: out and lse against float64, no NaN, every element written."""
+    """Run and judge by the rule: out and lse against float64, no NaN, every element written. What no token
+    sees is poison, and the pages of it, where keys lie in such, are in no table."""
     told = {"lengths": np.array(lengths, np.int32)} | options
     told |= {} if leftpad is None else {"leftpad": np.array(leftpad, np.int64)}
-    keys, values = k, v
+    keys, values, firsts = ahead_of_windows(q, k, v, lengths, leftpad, causal, **options)
     if size is not None:
-        keys, values, told["pages"] = in_pages(k, v, lengths, size)
+        (keys, values), told["pages"] = in_pages((keys, values), lengths, size, firsts)
     told = {name: put(place, x) if name in HELD else x for name, x in told.items()}
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     given = place.put(q), place.put(keys), place.put(values)

@@ -1,8 +1,9 @@
 """The rule for gradients: attention.backward against float64, and against what the formula loses."""
 
 import numpy as np
-from judged import draw, poisoned, there
+from judged import draw, there
 from places import OnInterpreter
+from poison import FAR_LSE, poisoned, spoiled, unseen
 
 import attention
 from attention import reference
@@ -12,25 +13,29 @@ NAMES = "dq", "dk", "dv", "dsink"
 NOTHING, NOISE = 1e-9, 1e-4
 
 
-def agree(
-    place, q, k, v, family=None, between=lambda: None, known=None, deterministic=False, by_output=False, whole=False, **options
-):
-    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. In the
-    interpreter the formula takes forward's place, which has tests of its own, unless `whole`. known: the same k and v without
-    what may not be read, for the formula. by_output: the formula goes by the output that backward was given. Of a row or two,
-    what its rounding does to all of dq is one number, whose size in another rounding says nothing."""
+def agree(place, q, k, v, family=None, between=lambda: None, deterministic=False, by_output=False, whole=False, **options):
+    """Run forward and, after `between`, backward, and judge by the rule for gradients: no NaN, every element written. What no
+    query sees is poison, and so are all rows of no sequence. In the interpreter the formula takes forward's place, which has
+    tests of its own, unless `whole`. by_output: the formula goes by the output that backward was given. Of a row or two, what
+    its rounding does to all of dq is one number, whose size in another rounding says nothing."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
-    put, given = [place.put(x) for x in (q, k, v)], there(place, options)
+    put, given = [place.put(x) for x in unseen(q, k, v, **options)], there(place, options)
     if whole or not isinstance(place, OnInterpreter):
         out, lse = attention.forward(*put, return_lse=True, **given)
     else:
-        out, lse = reference.forward_low(q, *(known or (k, v)), **options)
+        out, lse = reference.forward_low(q, k, v, **options)
+    its_dout = dout
+    if "cu_seqlens" in options:
+        nobodys = np.s_[:, int(options["cu_seqlens"][-1]) :]
+        its_dout, out = spoiled(dout, nobodys), place.put(spoiled(place.get(out), nobodys))
+        lse = place.get(lse).copy()
+        lse[:, :, nobodys[1]] = FAR_LSE
+        lse = place.put(lse)
     between()
     of = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
     made = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, of)}
-    got = attention.backward(place.put(dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
+    got = attention.backward(place.put(its_dout), *put, out, lse, **given, **made, deterministic=deterministic, family=family)
     assert len(got) == len(of) and all(x is made[name] for name, x in zip(NAMES, got))
-    k, v = known or (k, v)
     by = {"by": place.get(out)} if by_output else {}
     ref, low = (f(dout, q, k, v, **by, **options) for f in (reference.backward, reference.backward_low))
     got = [place.get(x) for x in got]
@@ -45,3 +50,17 @@ def agree(
         else:
             reference.assert_close(*each, factor=3, name=name)
     return got
+
+
+def agree_among_poison(place, packing, arrays, family, **options):
+    """The same of packed sequences (poison.Packing), whose q, k and v these arrays are, between neighbours of poison: each as
+    if they were alone, and 0 for tokens of nobody."""
+    alone = {"cu_seqlens": packing.alone, **options}
+    dout, (out, lse) = draw(arrays[0].shape, arrays[0].dtype), reference.forward_low(*arrays, **alone)
+    put = [place.put(packing.spread(x)) for x in (dout, *arrays, out)]
+    told = {"cu_seqlens": place.put(packing.ends), "family": family}
+    got = attention.backward(*put, place.put(packing.spread(lse, 2, FAR_LSE)), **told, **there(place, options))
+    ref, low = (f(dout, *arrays, **alone) for f in (reference.backward, reference.backward_low))
+    for name, found, *each in zip(NAMES, map(place.get, got), ref, low):
+        assert (found[:, packing.nobodys].astype(F32) == 0).all(), name
+        reference.assert_close(packing.gather(found), *each, factor=3, name=name)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import draw, inputs, there
-from judged_gradients import NAMES, agree
+from judged_gradients import NAMES, agree, agree_among_poison
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from poison import Packing, as_on_a_device, edges
 
 import attention
 from attention import reference
@@ -241,6 +242,18 @@ def test_packed_sequences(place, case, head_dim, family):
     agree(place, q, k, v, family, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
 
 
+@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_80", 64), ("sm_90", 128), ("sm_80", 128)])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(20, 5))], ids=["causal", "window"])
+def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options, monkeypatch):
+    """Whatever lies before and behind a sequence, and 0 behind the last one."""
+    as_on_a_device(monkeypatch)
+    module = {"sm_90": hopper, "sm_80": ampere}[family]
+    config = module.config_for(head_dim, bf16, CAUSAL)
+    packing = Packing(edges(config.rows, config.kv, most=65 if "window" in options else 129)[::-1])
+    arrays = [draw((1, int(packing.alone[-1]), 1, head_dim), BF16) for _ in range(3)]
+    agree_among_poison(place, packing, arrays, family, **options)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_keys_in_use(place, packed, family):
@@ -253,10 +266,7 @@ def test_keys_in_use(place, packed, family):
     else:
         (q, k, v), options = inputs(3, 40, 150, 1, 1, 64), dict(lengths_k=np.array([30, 0, 133], np.int32), causal=True)
         unused = np.arange(150) >= options["lengths_k"][:, None]
-    bad = k.copy(), v.copy()
-    for x in bad:
-        x[unused] = np.nan
-    _, *got = agree(place, q, *bad, family, known=(k, v), **options)
+    _, *got = agree(place, q, k, v, family, **options)
     assert all((x[unused].astype(F32) == 0).all() for x in got)
 
 
@@ -321,12 +331,6 @@ def test_packed_sequences_as_compiled(as_compiled):
     ends, q_k_v = np.array([0, 9, 20], np.int32), inputs(1, 20, 20, 1, 1, 64)
     options = dict(cu_seqlens=ends, lengths_k=np.array([9, 7], np.int32), deterministic=True)
     agree(OnInterpreter(), *q_k_v, "sm_90", lambda: as_compiled("sm_90a"), **options)
-
-
-def test_scratch_memory_need_not_be_zero(monkeypatch):
-    empty = np.empty
-    monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **more: np.full_like(empty(shape, dtype, **more), np.nan))
-    agree(OnInterpreter(), *inputs(1, 70, 130, 1, 1, 128))
 
 
 @pytest.mark.gpu

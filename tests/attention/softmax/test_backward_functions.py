@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from judged import inputs, there
 from judged_gradients import NOISE, agree
 from places import RANDOMLY, OnCard, OnInterpreter
+from poison import unseen
 from test_backward import call
 
 import attention
@@ -204,12 +205,8 @@ def test_what_scores_of_sequences_are_made_of(place, name, family):
     options = LEARNED_BY_SEQUENCES[name]
     batch, queries = (1, 90) if "cu_seqlens" in options else (3, 30)
     q, k, v = inputs(batch, queries, 120, 2, 1, 64)
-    dout, (bad_k, bad_v) = inputs(batch, queries, 120, 2, 1, 64)[0], (k.copy(), v.copy())
-    starts = ENDS_K[:-1] if batch == 1 else np.zeros(3, int)
-    for n, (start, count) in enumerate(zip(starts, options.get("lengths_k", ENDS_K[1:] - ENDS_K[:-1]))):
-        end = ENDS_K[n + 1] if batch == 1 else 120
-        bad_k[n % batch, start + count : end] = bad_v[n % batch, start + count : end] = np.nan
-    put, told = [place.put(x) for x in (dout, q, bad_k, bad_v)], there(place, options | {"family": family})
+    dout = inputs(batch, queries, 120, 2, 1, 64)[0]
+    put, told = [place.put(x) for x in (dout, *unseen(q, k, v, **options))], there(place, options | {"family": family})
     out, lse = attention.forward(*put[1:], return_lse=True, **told)
     asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
     judge(options, dout, q, k, v, out, lse, attention.backward(*put, out, lse, **told, **asked), place)

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from judged import draw, inputs, poisoned, there, weights, weights_of
+from judged import draw, inputs, there, weights, weights_of
 from places import BF16, OnInterpreter
+from poison import poisoned
 
 import attention
 from attention import reference

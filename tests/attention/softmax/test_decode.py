@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import draw, poisoned
+from judged import draw
 from judged_decode import FP8, agree, case, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from poison import Packing, as_on_a_device, poisoned
 
 import attention
 from attention import reference
 from attention.softmax.decode import ampere, decode, hopper, launches, splits
-from tiles.frameworks import Kind
 
 FP16 = np.dtype(np.float16)
 EDGES = [(0, 1, 63), (64, 65, 127), (128, 129, 200)]
@@ -137,6 +137,24 @@ def test_windows(place, window, causal):
     agree(place, *case((150,)), (150,), window=window, causal=causal)
 
 
+@pytest.mark.parametrize(("tokens", "size"), [(64, None), (70, 16), (100, 5), (130, 64), (4, 16)])
+def test_windows_of_many_tokens(place, tokens, size):
+    """Which forward's kernels serve: what lies ahead of all windows is not multiplied, and its pages are not read."""
+    agree(place, *case((131, 300), tokens), (131, 300), window=(20, 0), size=size)
+
+
+def test_nan_reaches_the_output_from_every_part(place):
+    """Of a key, of a value, of a sink."""
+    q, k, v = case((200, 200, 200), head_dim=64)
+    k[0, 150], v[1, 150] = np.nan, np.nan
+    told = {"lengths": place.put(np.array([200, 200, 200], np.int32)), "splits": 3}
+    out = place.get(attention.decode(*map(place.put, (q, k, v)), **told)).astype(np.float32)
+    assert np.isnan(out[:2]).all() and not np.isnan(out[2]).any()
+    sink = place.put(np.array([np.nan, 0, 0, 0], np.float32))
+    out = place.get(attention.decode(*map(place.put, (q, k, v)), sink=sink, **told)).astype(np.float32)
+    assert np.isnan(out[2, :, 0]).all() and not np.isnan(out[2, :, 1:]).any()
+
+
 def test_tokens_that_see_later_ones(place):
     agree(place, *case((66, 2), 3), (66, 2), causal=False)
 
@@ -195,9 +213,8 @@ def test_a_given_split_has_the_same_bits_always(place):
         agree(place, q, k, v, (100, 200), splits=parts)
 
 
-def test_parts_that_nobody_wrote(monkeypatch):
+def test_parts_that_nobody_wrote():
     """Of short sequences some splits have no keys; what memory held before is no part of the sum."""
-    monkeypatch.setattr(Kind, "maker", lambda self, home, shape, dtype: lambda: np.full(shape, np.nan, dtype))
     agree(OnInterpreter(), *case((3, 67), head_dim=88, room=210), (3, 67), splits=3)
 
 
@@ -215,6 +232,29 @@ def test_empty(tokens):
     q, k = np.zeros((2, tokens, 4, 64), BF16), np.zeros((2, 0, 2, 64), BF16)
     out, lse = attention.decode(q, k, k, lengths=np.zeros(2, np.int32), return_lse=True)
     assert (out == 0).all() and (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [((0, 1, 15, 16, 17), 2), ((4, 0), 1), ((70, 3, 64), None)])
+def test_packed_tokens_around_every_tile_edge(place, tokens, splits, monkeypatch):
+    """Whatever lies before and behind those of a sequence; 0 and -inf behind the last one. By forward's kernels, too, where
+    tokens are many."""
+    as_on_a_device(monkeypatch)
+    packing = Packing(tokens)
+    lengths = [1, *(x for n in tokens for x in (n + 40, 1))]
+    q = draw((1, int(packing.alone[-1]), 4, 64), BF16)
+    _, k, v = case(lengths)
+    for x in (k, v):
+        x[::2] = poisoned((), x.dtype)  # of the neighbours
+    told = {"cu_seqlens": packing.ends, "lengths": np.array(lengths, np.int32)}
+    put = [place.put(x) for x in (packing.spread(q), k, v)]
+    told = {name: place.put(x) for name, x in told.items()} | {"splits": splits}
+    out, lse = map(place.get, attention.decode(*put, return_lse=True, **told))
+    assert (out[:, packing.nobodys].astype(float) == 0).all() and (lse[:, :, packing.nobodys] == -np.inf).all()
+    for n, (first, end) in enumerate(itertools.pairwise(packing.alone)):
+        of = q[:, first:end], *(x[2 * n + 1 :, : lengths[2 * n + 1]][:1] for x in (k, v))
+        (ref, ref_lse), (low, _) = (f(*of, causal=True) for f in (reference.forward, reference.forward_low))
+        reference.assert_close(packing.gather(out)[:, first:end], ref, low)
+        np.testing.assert_allclose(packing.gather(lse, 2)[:, :, first:end], ref_lse, atol=1e-4)
 
 
 @settings(max_examples=6, deadline=None)

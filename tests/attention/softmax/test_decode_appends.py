@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import TANH, ULP, draw, poisoned
+from judged import TANH, ULP, draw
 from judged_decode import case, in_pages, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from poison import poisoned
 
 import attention
 from attention import reference

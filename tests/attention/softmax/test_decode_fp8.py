@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from judged import draw, poisoned
+from judged import draw
 from judged_decode import FP8, case, in_pages, known
 from places import OnInterpreter
+from poison import poisoned
 
 import attention
 from attention import reference

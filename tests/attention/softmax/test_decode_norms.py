@@ -4,10 +4,11 @@ import importlib
 
 import numpy as np
 import pytest
-from judged import draw, poisoned
+from judged import draw
 from judged_decode import FP8, case, in_pages, known, put
 from judged_decode import agree as decoded
 from places import BF16, OnInterpreter
+from poison import poisoned
 from test_decode_appends import COS, SIN
 from test_decode_appends import agree as appended
 

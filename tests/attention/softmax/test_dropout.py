@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from judged import agree, inputs, poisoned
+from judged import agree, inputs
+from poison import poisoned
 
 import attention
 from attention.softmax.assembled import assembled

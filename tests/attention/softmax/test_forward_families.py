@@ -4,8 +4,9 @@ import types
 
 import numpy as np
 import pytest
-from judged import agree, inputs, poisoned
+from judged import agree, inputs
 from places import BF16
+from poison import poisoned
 
 import attention
 from attention import families, reference
@@ -66,10 +67,10 @@ VIEWS = {  # of arrays (1, 130, 2, 64), by sequence and head
 def test_any_strides_at_odd_places(family, view, layout):
     """Keys and values 2 bytes past a multiple of 4, whose strides are such, too; and `out` backwards."""
     q, *keys = inputs(1, 130, 130, 2, 2, 64)
-    room = np.full((2, 1, 130, 2, 67), np.nan, BF16)
+    room = poisoned((2, 1, 130, 2, 67), BF16)
     room[..., 1:65] = keys
     k, v = (VIEWS[view](x) for x in room[..., 1:65])
-    out = np.full((1, 130, 2, 65), np.nan, BF16)[:, ::-1, :, 1:]
+    out = poisoned((1, 130, 2, 65), BF16)[:, ::-1, :, 1:]
     plain = [np.ascontiguousarray(x) for x in (q, k, v)]
     given = [x.swapaxes(1, 2) if layout == "bhsd" else x for x in (q, k, v, out)]
     attention.forward(*given[:3], out=given[3], layout=layout)
@@ -88,7 +89,7 @@ def test_any_strides(family, name, view):
     lengths = {x.shape[1] for x in plain}
     if len(lengths) > 1 and name != "q":
         plain, given = [x[:, :65] for x in plain], {key: x[:, :65] for key, x in given.items()}
-    for out in np.full(plain[0].shape, np.nan, BF16), np.full(plain[0].shape, np.nan, BF16)[:, ::-1, ::-1]:
+    for out in poisoned(plain[0].shape, BF16), poisoned(plain[0].shape, BF16)[:, ::-1, ::-1]:
         assert attention.forward(*given.values(), out=out, causal=True) is out
         ref, low = reference.forward(*plain, causal=True)[0], reference.forward_low(*plain, causal=True)[0]
         reference.assert_close(out, ref, low)

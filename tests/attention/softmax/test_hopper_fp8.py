@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from judged import ULP, draw, there
 from places import BF16, OnCard, OnInterpreter
+from poison import poisoned, unseen
 
 import attention
 from attention import reference
@@ -37,14 +38,13 @@ def _cut_off(q, k, options):
     return 2.0**-11 * np.prod(longest) * np.prod(units) * options.get("scale", q.shape[-1] ** -0.5)
 
 
-def agree(place, q, k, v, *, known=None, out_dtype=BF16, **options):
-    """Run and judge: out and lse, no NaN, every element written. known: k and v without what may not be read."""
-    out = place.put(np.full((*q.shape[:-1], v.shape[-1]), np.nan, out_dtype))
+def agree(place, q, k, v, *, out_dtype=BF16, **options):
+    """Run and judge: out and lse, no NaN, every element written. What no query sees is poison."""
+    out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), out_dtype))
     put = {name: place.put(options[name]) for name in UNITS if isinstance(options.get(name), np.ndarray)}
     given = there(place, options) | put
-    got, lse = attention.forward(place.put(q), place.put(k), place.put(v), out=out, return_lse=True, **given)
+    got, lse = attention.forward(*map(place.put, unseen(q, k, v, **options)), out=out, return_lse=True, **given)
     assert got is out
-    k, v = known or (k, v)
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, _ = reference.forward_low(q, k, v, **options)
     reference.assert_close(place.get(out), ref, low, factor=4)
@@ -171,14 +171,8 @@ def test_descales_of_blocks_in_another_layout():
 
 def test_packed_sequences(place):
     """What lies behind a sequence's last key is NaN, or a neighbour's."""
-    q, k, v = inputs(1, 150, 150, 2, 1, 128)
     ends, lengths = np.int32([0, 40, 40, 150]), np.int32([33, 0, 100])
-    known = k.copy(), v.copy()
-    for x in (k, v):
-        x[:, 33:40] = x[:, 140:] = np.nan
-    for x in known:
-        x[:, 33:40] = x[:, 140:] = 0
-    agree(place, q, k, v, known=known, cu_seqlens=ends, lengths_k=lengths, causal=True, **units(3, 1))
+    agree(place, *inputs(1, 150, 150, 2, 1, 128), cu_seqlens=ends, lengths_k=lengths, causal=True, **units(3, 1))
 
 
 def test_values_with_a_mean(place):
@@ -246,7 +240,7 @@ def test_values_turned_before_as_compiled(turned_before, as_compiled):
 def test_what_lies_behind_the_last_key_is_not_turned(turned_before):
     """V is a part of a longer array, whose next rows are NaN."""
     q, k, v = inputs(1, 70, 150, 1, 1, 128)
-    longer = np.full((1, 160, 1, 128), np.nan, E4M3)
+    longer = poisoned((1, 160, 1, 128), E4M3)
     longer[:, :150] = v
     agree(OnInterpreter(), q, k, longer[:, :150])
 

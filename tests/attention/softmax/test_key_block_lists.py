@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from block_masks import block_mask, drawn
-from judged import agree, inputs, poisoned, there
+from judged import agree, inputs, there
 from places import OnInterpreter
+from poison import poisoned
 
 import attention
 from attention.softmax.launches import Before

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from judged import agree, inputs, poisoned, weights, weights_of
+from judged import agree, inputs, weights, weights_of
 from places import OnInterpreter
+from poison import poisoned
 
 import attention
 from attention.softmax import ampere, hopper
@@ -51,11 +52,8 @@ def test_with_other_variants(place, family, layout):
 
 
 def test_rows_that_are_not_in_use_do_no_harm(place, family):
-    q, k, v = inputs(1, 30, 140, 1, 1, 64)
-    bad_k, bad_v = k.copy(), v.copy()
-    bad_k[:, 100:], bad_v[:, 100:] = np.nan, np.nan
-    lengths = np.array([100], np.int32)
-    agree(place, q, bad_k, bad_v, known=(k, v), family=family, q_norm=weights(64), k_norm=weights(64), lengths_k=lengths)
+    norms = dict(q_norm=weights(64), k_norm=weights(64))
+    agree(place, *inputs(1, 30, 140, 1, 1, 64), family=family, lengths_k=np.array([100], np.int32), **norms)
 
 
 def test_many_tiles_one_behind_the_other(place, family):
@@ -66,7 +64,7 @@ def test_many_tiles_one_behind_the_other(place, family):
 def test_elements_that_are_not_aligned():
     """Rows of k that begin at any multiple of 2 bytes."""
     q, k, v = inputs(1, 20, 40, 1, 1, 64)
-    room = np.full((1, 40, 1, 66), np.nan, BF16)
+    room = poisoned((1, 40, 1, 66), BF16)
     room[..., 1:65] = k
     expected = attention.forward(q, k, v, k_norm=weights(64, dtype=F32) * 0 + 2, family="sm_80")
     found = attention.forward(q, room[..., 1:65], v, k_norm=weights(64, dtype=F32) * 0 + 2)

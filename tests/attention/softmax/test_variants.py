@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import agree, draw, inputs, poisoned, there
+from judged import agree, agree_among_poison, draw, inputs, there
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from poison import Packing, as_on_a_device, edges
 
 import attention
 from attention import reference
 from attention.families import FAMILIES
+from attention.softmax import ampere, hopper
+from attention.softmax.visible_keys import CAUSAL
 from ops import tanh, where
 from ops.memory import load_store
+from tiles import bf16
 from tiles.types import rt, rv
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
@@ -211,15 +215,20 @@ def test_packed_sequences(place, family, case):
     agree(place, q, k, v, family=family, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
 
 
+@pytest.mark.parametrize("options", [dict(causal=True, sink=numbers(2)), dict(window=(70, 0))], ids=["causal", "window"])
+def test_packed_lengths_around_every_tile_edge(place, family, options, monkeypatch):
+    """Whatever lies before and behind a sequence; 0 and -inf behind the last one."""
+    as_on_a_device(monkeypatch)
+    config = {"sm_90": hopper, "sm_80": ampere}[family].config_for(64, bf16, CAUSAL, *[1024] * (family == "sm_90"))
+    packing = Packing(edges(config.rows, config.kv)[::-1])
+    arrays = [draw((1, int(packing.alone[-1]), heads, 64), BF16) for heads in (2, 1, 1)]
+    agree_among_poison(place, packing, arrays, **options)
+
+
 def test_packed_sequences_of_which_keys_are_in_use(place, family):
     """What lies behind those is not read."""
-    q, k, v = inputs(1, 200, 330, HEADS, 1, 64)
-    used = np.concatenate([np.arange(330)[start : start + n] for start, n in zip(ENDS_K, IN_USE)])
-    bad = [poisoned(x.shape, BF16) for x in (k, v)]
-    for x, y in zip(bad, (k, v)):
-        x[:, used] = y[:, used]
     options = dict(cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, lengths_k=IN_USE, window=(50, 0))
-    agree(place, q, *bad, known=(k, v), family=family, **options)
+    agree(place, *inputs(1, 200, 330, HEADS, 1, 64), family=family, **options)
 
 
 @pytest.mark.parametrize("nth", [0, 2, 3])
@@ -236,37 +245,69 @@ def test_a_nan_stays_in_its_sequence(place, family, nth):
 @pytest.mark.parametrize("case", ["plain", "causal", "window", "mask"])
 def test_keys_in_use(place, family, case):
     """What lies behind them is not read, and the last query belongs to the last of them."""
-    q, k, v = inputs(3, 140, 300, HEADS, 1, 64)
     lengths = np.array([100, 0, 257], np.int32)
-    bad = k.copy(), v.copy()
-    for x in bad:
-        for b, n in enumerate(lengths):
-            x[b, n:] = np.nan
-    agree(place, q, *bad, known=(k, v), family=family, lengths_k=lengths, **PACKED[case])
+    agree(place, *inputs(3, 140, 300, HEADS, 1, 64), family=family, lengths_k=lengths, **PACKED[case])
 
 
 # ---- what is not read ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", ["mask", "mask in a window", "left", "right"])
 def test_blocks_that_no_query_sees_are_not_read(place, family, case):
-    """Blocks of keys have 128 here, and 512 of 640 are of no use."""
-    q, k, v = inputs(1, 70, 640, 1, 1, 64)
-    options, used = {
-        "mask": (dict(mask=lambda b, h, i, j: j // 128 == 2), slice(256, 384)),
-        "mask in a window": (dict(mask=lambda b, h, i, j: j < 256, window=(400, None)), slice(128, 256)),
-        "left": (dict(window=(58, None)), slice(512, 640)),
-        "right": (dict(window=(None, 0), lengths_k=np.array([128], np.int32)), slice(0, 128)),
+    """Blocks of keys have 128 here, and most of 640 are of no use."""
+    options = {
+        "mask": dict(mask=lambda b, h, i, j: (j // 128 == 0) | (j // 128 == 3)),
+        "mask in a window": dict(mask=lambda b, h, i, j: j < 256, window=(400, None)),
+        "left": dict(window=(58, None)),
+        "right": dict(window=(None, 0), lengths_k=np.array([128], np.int32)),
     }[case]
-    bad = [poisoned(x.shape, BF16) for x in (k, v)]
-    for x, y in zip(bad, (k, v)):
-        x[:, used] = y[:, used]
-    agree(place, q, *bad, known=(k, v), family=family, **options)
+    agree(place, *inputs(1, 70, 640, 1, 1, 64), family=family, block=128, **options)
 
 
 def test_what_nobody_sees_is_not_read(place, family):
-    q, k, v = inputs(1, 70, 200, 1, 1, 64)
-    bad = poisoned(k.shape, BF16), poisoned(v.shape, BF16)
-    out, lse = agree(place, q, *bad, known=(k, v), family=family, mask=lambda b, h, i, j: j < 0)
+    out, lse = agree(place, *inputs(1, 70, 200, 1, 1, 64), family=family, mask=lambda b, h, i, j: j < 0)
     assert not out.any() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("mask", [None, lambda b, h, i, j: (i + j) % 3 > 0], ids=["window", "mask"])
+def test_a_key_that_some_query_sees_is_multiplied_for_others(place, family, mask):
+    """docs/variants.md: NaN in a key reaches the queries that see it, and may reach others whose tile sees keys of its block,
+    but none that are 512 places away from those."""
+    q, k, v = inputs(1, 900, 900, 1, 1, 64)
+    v[0, 150, 0, 3] = np.nan
+    out = attention.forward(*map(place.put, (q, k, v)), window=(20, 0), mask=mask, family=family)
+    bad = np.isnan(place.get(out).astype(F32))
+    sees = np.arange(150, 171)
+    sees = sees if mask is None else sees[(sees + 150) % 3 > 0]
+    assert bad[0, sees, 0, 3].all() and not bad[:, 170 + 512 :].any() and not np.delete(bad, 3, -1).any()
+
+
+# ---- what is low, and what is NaN --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("low", "dtype", "rows"), [(-3.3895e38, BF16, 8), (-1e30, F32, 8), (-3.4028e38, F32, 1), (-1e9, F32, 8), (-65504.0, F16, 1)]
+)
+def test_a_bias_is_a_number_however_low(place, family, low, dtype, rows):
+    """If it is the same for all keys, the output is the mean of values. Keys with more get all, and -inf alone hides."""
+    bias = np.full((1, 3, rows, 64), low, dtype)
+    bias[:, 1, :, 40:], bias[:, 2] = 0, -np.inf
+    out, _ = agree(place, *inputs(1, 8, 64, 3, 1, 64), family=family, bias=bias)
+    assert (out[:, :, 2] == 0).all()
+
+
+def test_a_score_is_a_number_however_low(place, family):
+    agree(place, *inputs(1, 8, 60, 1, 1, 64), family=family, score=lambda s, b, h, i, j: s * 0.0 - 1e30)
+
+
+@pytest.mark.parametrize("where", ["sink", "query", "key", "value"])
+def test_nan_reaches_the_output_and_gradients(place, family, where):
+    q, k, v = inputs(1, 8, 60, 1, 1, 64)
+    sink = np.zeros(1, F32)
+    {"sink": sink, "query": q[:, 3], "key": k[:, 7], "value": v[:, 7]}[where][..., 0] = np.nan
+    q, k, v, sink = map(place.put, (q, k, v, sink))
+    out, lse = attention.forward(q, k, v, sink=sink, return_lse=True, family=family)
+    dq, dk, dv, dsink = attention.backward(q, q, k, v, out, lse, sink=sink, family=family)
+    rows = slice(3, 4) if where == "query" else slice(None)
+    assert np.isnan(place.get(out)[:, rows].astype(F32)).any(-1).all() and np.isnan(place.get(dsink)).all()
+    assert np.isnan(place.get(dq)[:, rows].astype(F32)).all() and np.isnan(place.get(dk).astype(F32)).all()
+    assert where == "value" or np.isnan(place.get(dv).astype(F32)).any(-1).all()
 
 
 # ---- one thing said twice ------------------------------------------------------------------------------------------
@@ -394,9 +435,5 @@ def test_as_compiled(family, as_compiled):
 def test_packed_as_compiled(family, as_compiled):
     as_compiled(COMPILED[family])
     ends, ends_k, in_use = (np.array(x, np.int32) for x in ([0, 9, 9, 60], [0, 40, 45, 150], [40, 5, 90]))
-    q, k, v = inputs(1, 60, 150, 1, 1, 64)
-    bad = k.copy(), v.copy()
-    for x in bad:
-        x[:, 135:] = np.nan
     options = dict(cu_seqlens=ends, cu_seqlens_k=ends_k, lengths_k=in_use, window=(30, 5))
-    agree(OnInterpreter(), q, *bad, known=(k, v), family=family, **options)
+    agree(OnInterpreter(), *inputs(1, 60, 150, 1, 1, 64), family=family, **options)
