@@ -158,6 +158,7 @@ def make(config: Config):
         shared_by, column = divmod(block, width)
         head, col = int32(key_head * group + shared_by), int32(COLUMNS * column)
         own = int32(col + SHARE * me)  # this warp's first column
+        gOut = gO
         gQ, gK, gV, gZ, gO = (
             truncate(gQ, 1, end),
             truncate(gK, 1, end),
@@ -220,6 +221,10 @@ def make(config: Config):
         if result.outputs:
             if segment == segments - 1:
                 store(gState, s_t, (sequence, head, own, 0), aligned=False)
+                if sequences.varlen and result.values:
+                    span = sequences.nobodys(gEnds, sequence, length)
+                    for j in range(span.chunks()):
+                        store(gOut, zeros(OUT), (span.batch, span.token(j), head, own), 1, 3, PIECE)
         else:
             store(gLocal, s_t, (sequence, head, segment, own, 0), aligned=False)
             store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))

@@ -201,6 +201,10 @@ def make(config: Config):
                     shared_by, _ = divmod(CONSUMERS * block + c, width)
                     head = key_head * group + shared_by
                     gate.sum_up(b, a, mine, gGates, gRate, gBias, span.batch, span.token(j), span.end, head)
+            if result.outputs and result.values and segment == segments - 1:
+                for c in range(CONSUMERS):
+                    shared_by, column = divmod(CONSUMERS * block + c, width)
+                    sequences.store_nobodys(gO, gEnds, sequence, length, int32(key_head * group + shared_by), column)
         else:
             warpgroup.claim_registers(claim)
             c, part = (me, int32(0)) if PARTS == 1 else (int32(0), me)

@@ -211,5 +211,6 @@ def make(config: Config):
             warpgroup.store_wait()
             if segment == segments - 1:
                 warpgroup.store(gState, s_t, (sequence, value_head, 0, column), 3, 2)
+                sequences.store_nobodys(gO, gEnds, sequence, length, value_head, CONSUMERS * block + me)
 
     return scan, smem

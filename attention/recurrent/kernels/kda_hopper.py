@@ -155,5 +155,6 @@ def make(config: Config):
             warpgroup.store_wait()
             if segment == segments - 1:
                 warpgroup.store(gState, s_t, (sequence, head, 0, column), 3, 2)
+                sequences.store_nobodys(gO, gEnds, sequence, length, head, CONSUMERS * block + me)
 
     return scan, smem
