@@ -171,9 +171,9 @@ def test_great_numbers_of_float16(member, great):
     tokens, fixed = member.inputs(70)
     name = next(name for name, found in MEMBERS.items() if found is member)
     by = {"values": {"v": NARROW.get(name, 8e3)}, "keys": {"k": 100, "q": 0.01}, "queries": {"k": 0.01, "q": 100}}[great]
-    if "beta" in tokens and great == "keys":
-        tokens["beta"] /= 1e4  # beta |k|^2 decides what is stable
-        by["v"] = 1e3
+    if "beta" in tokens and great == "keys":  # beta |k|^2 decides what is stable
+        tokens["beta"] /= 1e3
+        by = {"v": 1e3, "k": 30, "q": 1 / 30}
     by = {{"v": "x", "k": "B", "q": "C"}.get(key, key) if "x" in tokens else key: factor for key, factor in by.items()}
     arrays = tokens | fixed
     arrays = {key: (x.astype(F32) * by.get(key, 1)).astype(FP16) if x.dtype == BF16 else x for key, x in arrays.items()}
