@@ -56,7 +56,7 @@ def based(
     default. cu_seqlens (N + 1,), int32 or int64: B is 1, and sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1].
 
     Sums over earlier chunks of 64 tokens are float32, and are rounded to q's dtype to be multiplied: with float16 they must
-    stay below 65504.
+    stay below 65504, and so must P, k[i] k[j] and scale^2 q[i] q[j].
 
     initial_state, and what return_state=True returns as `(out, state)`: float32 (B, H, 160, Dv), or (N, ...), the sum of
     f(k)^T v over the tokens so far; with normalize=True a pair of that and the sum of f(k), (B, H, 160). f(x) has 160

@@ -102,9 +102,14 @@ def linear(
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N sequences lie one after the other in a batch of 1, sequence n from
     cu_seqlens[n] to cu_seqlens[n + 1]; states are (N, H, Dk, Dv). It must ascend from 0 to S. For arrays in host memory this
     is checked, and so is that no decay is above 0; on a GPU with TILES_CHECK=1, where the call then waits for what it reads.
+    Where nobody checks, tokens behind the last sequence belong to nobody: they are not read, and their outputs are 0.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
+
+    float16: scores scale q . k and the elements of states are read as float16. Beyond 65504 they are infinite and outputs NaN,
+    as after 65504 tokens of keys and values that are all 1. bfloat16 has float32's range. With decays of channels elements of
+    float16 queries and keys must stay below 32 where a channel decays by exp(-15) in a chunk of 64 tokens.
 
     Sequences are cut into chunks of 64 tokens, which the tensor cores multiply: on Hopper with tiles loaded by TMA; on other
     GPUs since Ampere, and where addresses and strides are not multiples of 16 bytes, with copies by cp.async. Decays of

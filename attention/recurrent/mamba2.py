@@ -65,7 +65,9 @@ def mamba2(
         S_t  = exp(dt_t A[h]) S_(t-1) + dt_t x_t B_t[g]^T
         y_t  = (S_t C_t[g] + D[h] x_t) silu(z_t)                    the last factor with z only
 
-    This is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a transposed state.
+    This is linear(q=C, k=B, v=dt x, decay=dt A, scale=1) with a transposed state. In float16 dt is never multiplied in before
+    sums are float32, and states have an exponent of their own: where x, B, C, their products and the outputs are within the
+    range of float16, dt x and states may be greater.
 
     x, z, out: (B, S, H, P). B, C: (B, S, G, N), where G divides H. All bfloat16 or all float16; P and N multiples of 16 up
     to 256. dt: (B, S, H); A, dt_bias: (H,); D: (H,) or (H, P); float32, bfloat16 or float16. A must not be positive.

@@ -9,8 +9,8 @@ One head keeps a state S (Dk, Dv). A token with query q, key k and value v gives
 
 Every function takes host arrays of any float dtype and any framework that `arrays.describe` knows, trusts their shapes, and
 returns float64. With `low=True` it computes as the input dtype allows: in float32, what a tensor core would read (S, the delta
-rule's v, feature maps, weights) and the result rounded to v's dtype. That is what a faithful kernel may lose: the yardstick of
-`tolerance`.
+rule's v, feature maps, weights) and the result rounded to v's dtype, or beyond its range to as many digits. That is what a
+faithful kernel may lose: the yardstick of `tolerance`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,13 @@ def linear(
     normalize: o is divided by scale * z . q + 1e-10, z being the sum of the keys, decayed as S is; both states are then
     pairs (S, z), z (B, H, Dk).
     """
-    v, axes, real = host(v), np.argsort(ORDER[layout]), np.float32 if low else np.float64
-    rounded = _rounding(v.dtype, low)
+    given = decay, beta, scale, initial_state, normalize, cu_seqlens, np.argsort(ORDER[layout])
+    return _linear(q, k, host(v), *given, _rounding(host(v).dtype, low), np.float32 if low else np.float64)
+
+
+def _linear(q, k, v, decay, beta, scale, initial_state, normalize, cu_seqlens, axes, rounded, real):
+    """`linear`. axes: those of the arrays that are B, S, H and D. rounded: rounds what a tensor core reads, and the result.
+    real: the dtype of everything else."""
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     scale = real(k.shape[-1] ** -0.5 if scale is None else scale)
     q, k = (x.repeat(values.shape[2] // k.shape[2], axis=2) for x in (q, k))
@@ -140,17 +145,8 @@ def mamba2(
     dt = dt.clip(*map(real, dt_limit))
     decay = dt * host(A).astype(real)
     state = None if initial_states is None else host(initial_states).swapaxes(2, 3)
-    scaled = dt[..., None] * values
-    y, state = linear(
-        C,
-        B,
-        scaled.astype(x.dtype) if low else scaled,
-        decay=decay,
-        scale=1,
-        initial_state=state,
-        cu_seqlens=cu_seqlens,
-        low=low,
-    )
+    scaled = rounded(dt[..., None] * values)
+    y, state = _linear(C, B, scaled, decay, None, 1, state, False, cu_seqlens, range(4), rounded, real)
     if D is not None:
         D = host(D).astype(real)
         y = y + (D if D.ndim == 2 else D[:, None]) * values
@@ -257,5 +253,15 @@ def _joined(state):
 
 
 def _rounding(dtype, low):
-    """What rounds to dtype and goes on in float32, if `low`; otherwise nothing."""
-    return (lambda x: x.astype(dtype).astype(np.float32)) if low else (lambda x: x)
+    """What rounds to dtype and goes on in float32, if `low`; otherwise nothing. What is beyond the range of the dtype is
+    rounded to as many digits."""
+
+    def rounded(x):
+        with np.errstate(over="ignore"):
+            near = x.astype(dtype).astype(np.float32)
+        if not (far := np.isinf(near) & np.isfinite(x)).any():
+            return near
+        digits, exponent = np.frexp(x)
+        return np.where(far, np.ldexp(digits.astype(dtype).astype(np.float32), exponent), near)
+
+    return rounded if low else lambda x: x

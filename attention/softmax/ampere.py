@@ -202,14 +202,16 @@ def make(config: Config):
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
                 held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, at), kv_head, n, given, PIECE)
-                s = variant.score(s, at, key)
                 if i < every.cut:
-                    s = tiling.mask(s, at, key)
+                    s = tiling.mask(variant.score_near(s, at, key), at, key)
                     if i == every.cut - 1:
                         clear_ahead(values, every.ahead, GROUPS)
                     if i == 0:
                         clear_behind(values, every.behind, GROUPS)
-                below = variant.below(s, at, key)
+                    below = variant.below_near(s, at, key)
+                else:
+                    s = variant.score(s, at, key)
+                    below = variant.below(s, at, key)
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
                 p = seen.weights(s, below, scale, DEEP)

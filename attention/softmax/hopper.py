@@ -344,10 +344,12 @@ def make(config: Config):
             turn.give(me)
             fetched, here = variant.fetch(S, at, key), brought.by_queries(tiles, j, at, me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-            s = variant.score_by(s, fetched, here, key)
             if cut:
-                s = tiling.mask(s, at, key)
-            below = variant.below(s, at, key)
+                s = tiling.mask(variant.score_near_by(s, fetched, here, key), at, key)
+                below = variant.below_near(s, at, key)
+            else:
+                s = variant.score_by(s, fetched, here, key)
+                below = variant.below(s, at, key)
             seen = seen.moved(s, below, scale, slack)
             p = seen.weights(s, below, scale, DEEP)
             k.release(j, after=seen.m)
@@ -447,8 +449,8 @@ def make(config: Config):
                     key, queries = tiling.key(every, first - j, at), prepared(queries, at)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = tiling.mask(variant.score(s, brought.by_queries(tiles, first, at, me), key), at, key)
-                    below = variant.below(s, at, key)
+                    s = tiling.mask(variant.score_near(s, brought.by_queries(tiles, first, at, me), key), at, key)
+                    below = variant.below_near(s, at, key)
                     begun = output.begin(softmax, variant, at, gO, gLse, own, row, scale)
                     seen = begun.moved(s, below, scale, slack)
                     p = seen.weights(s, below, scale, DEEP)

@@ -216,12 +216,12 @@ def make(config: Config):
     VALUES, BEHIND = turned.source(config.kv, config.value_dim), turned.behind
 
     @inlined
-    def scored(s, key, tile, of):
-        """The scores as the variant changes them, multiplied by their unit if it must know it."""
+    def measured(s, tile, of):
+        """The scores, multiplied by their unit if the variant must know it."""
         if MEASURES:
-            return variant.score(units.measured(s, tile, of.unit), of.at, key)
+            return units.measured(s, tile, of.unit)
         else:
-            return variant.score(s, of.at, key)
+            return s
 
     @inlined
     def lifted(below, lift):
@@ -235,7 +235,15 @@ def make(config: Config):
     def weighed(s, key, seen, tile, of):
         """(what has been seen with a block of scores, their weights). The weights are not yet in the sum; they are 2^LIFT at
         the maximum."""
+        s = variant.score(measured(s, tile, of), of.at, key)
         below = variant.below(s, of.at, key)
+        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+
+    @inlined
+    def cut_and_weighed(s, key, seen, tile, of):
+        """The same of a block that the mask cuts."""
+        s = tiling.mask(variant.score_near(measured(s, tile, of), of.at, key), of.at, key)
+        below = variant.below_near(s, of.at, key)
         return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
 
     @inlined
@@ -266,10 +274,10 @@ def make(config: Config):
             turn.give(me)
             values.turned.release(j - 1)
             s = warpgroup.wait(s)
-            s = scored(s, key, tile, of)
             if cut:
-                s = tiling.mask(s, of.at, key)
-            seen, p = weighed(s, key, seen, tile, of)
+                seen, p = cut_and_weighed(s, key, seen, tile, of)
+            else:
+                seen, p = weighed(s, key, seen, tile, of)
             k.release(j, after=seen.m)
             ahead = units.of_tile(of.told, tiling.key(of.every, j + 1, of.at), of.unit)
             return zipped(p), units.summed(seen, p, tile), ahead
@@ -320,8 +328,7 @@ def make(config: Config):
                 tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                s = tiling.mask(scored(s, key, tile, of), at, key)
-                seen, p = weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
+                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
                 p, seen = zipped(p), units.summed(seen, p, tile)
                 if MASKS_SECOND:
                     cut = int32(min(2, every.n))

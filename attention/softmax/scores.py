@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from numpy import int32
+from numpy import float32, int32
 
-from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, tanh, where
+from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, tanh, where, zeros
 from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, array
 
-from .variants import Variant
+from .variants import Keys, Queries, Variant
 
 STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 
@@ -41,7 +41,11 @@ class Capped(Variant):
 class Sloped(Variant):
     """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query. last: no
     function follows that wants the score itself. With both, what depends on i is subtracted from all of a row's scores, and an
-    addition a score is left where the distance takes more than two."""
+    addition a score is left where the distance takes two. What is added to a score and subtracted again is up to slope times
+    the keys of a block, and its last digits are lost. So each score has its own distance in blocks with keys that a query does
+    not see, or with the key where it stands: those count as cut. Other keys are a place away, and steep slopes leave them
+    nothing. Gradients, whose warps have 16 keys each, add and subtract in all blocks, counted from the warp's eighth key:
+    weights are off by slope 2^-20 (2 % at 20000)."""
 
     scored = measures = True
 
@@ -62,6 +66,14 @@ class Sloped(Variant):
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
+    def keys(self, first, last, at):
+        return Keys(0, at.keys, 0, min(at.keys, first + at.shift) if self.by_rows else at.keys)
+
+    @inlined
+    def seers(self, first, last, at):
+        return Queries(0, at.queries, max(0, last - at.shift + 1) if self.by_rows else 0, at.queries)
+
+    @inlined
     def score(self, s, at, key):
         if self.by_rows:
             return s + col_index(s.row_vec) * at.kept
@@ -71,12 +83,23 @@ class Sloped(Variant):
             return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
 
     @inlined
+    def score_near(self, s, at, key):
+        if self.by_rows:
+            return s - (self.stands(s, at, key) - col_index(s.row_vec)) * at.kept
+        else:
+            return self.score(s, at, key)
+
+    @inlined
+    def score_near_by(self, s, fetched, at, key):
+        return self.score_near(s, at, key)
+
+    @inlined
     def bent(self, s, at, key):
         return (s if self.adds else self.score(s, at, key)), 1.0
 
     @inlined
     def added(self, s, at, key, scale):
-        return col_index(s.row_vec) * (at.kept * scale)
+        return (col_index(s.row_vec) - float(s.cols // 2)) * (at.kept * scale)
 
     @inlined
     def below(self, s, at, key):
@@ -86,14 +109,26 @@ class Sloped(Variant):
             return None
 
     @inlined
+    def below_near(self, s, at, key):
+        if self.by_rows:
+            return zeros(s.col_vec)
+        else:
+            return None
+
+    @inlined
     def keep(self, at):
         """See Variant: the head's slope, in units of scores."""
         return at.given.slopes[at.batch, at.head] * at.given.per_slope
 
     @inlined
-    def place(self, s, at, key):
+    def stands(self, s, at, key):
         """Where the rows' queries stand, counted from `key`."""
         return row_index(s.col_vec) + int32(at.row + at.shift - key)
+
+    @inlined
+    def place(self, s, at, key):
+        """Where they stand in the formula."""
+        return self.stands(s, at, key)
 
 
 @static
@@ -114,6 +149,13 @@ class SlopedBy(Sloped):
     @inlined
     def keep(self, at):
         return self.slope(at.batch, at.head, *at.aux) * at.given.per_slope
+
+    @inlined
+    def below_near(self, s, at, key):
+        if self.by_rows:
+            return zeros(s.col_vec) - float32(at.shift) * at.kept
+        else:
+            return None
 
     @inlined
     def place(self, s, at, key):

@@ -162,7 +162,7 @@ class Tiling:
         log-sum-exp; marked where it drops them. cut: must they be masked? What is added here, not to scores at first, takes no
         registers while these wait for products."""
         if self.variant.by_rows:
-            lse = lse + self.variant.below(s, at, key) * scale
+            lse = lse + self.variant.below(s, at, int32(key + s.cols // 2)) * scale
         if cut:
             s = self.mask(s, at, key)
         if self.variant.adds:

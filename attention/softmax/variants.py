@@ -70,7 +70,7 @@ class Variant:
     scored = False  # does it change scores, which takes time?
     measures = False  # does it take scores in units of the softmax's scale only?
     computed = True  # does which keys are seen follow from positions alone?
-    by_rows = False  # is anything subtracted from all scores of a row?
+    by_rows = False  # is anything subtracted from all scores of a row, in blocks of keys that the mask does not cut?
     ends_early = False  # may all queries' windows end ahead of the last key?
     within = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
     plain = False  # do tiles take as long as in plain or causal attention?
@@ -153,18 +153,34 @@ class Variant:
         return self.score(s, at, key)
 
     @inlined
+    def score_near(self, s, at, key):
+        """score(s, at, key) in a block that the mask cuts, where a row's nearest keys may be; what is below is `below_near`."""
+        return self.score(s, at, key)
+
+    @inlined
+    def score_near_by(self, s, fetched, at, key):
+        """score_near(s, at, key), with what was fetched."""
+        return self.score_by(s, fetched, at, key)
+
+    @inlined
     def bent(self, s, at, key):
         """(score(s, at, key) without what is `added` later, its derivative by s, both in the units of s)."""
         return self.score(s, at, key), 1.0
 
     @inlined
     def added(self, s, at, key, scale):
-        """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile."""
+        """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile. With
+        it goes what is `below` for the key in the middle of the tile."""
         return 0.0
 
     @inlined
     def below(self, s, at, key):
         """What must also be subtracted from all scores s of a row, as a vector; None if there is nothing."""
+        return None
+
+    @inlined
+    def below_near(self, s, at, key):
+        """The same in a block that the mask cuts."""
         return None
 
     @inlined
@@ -312,6 +328,16 @@ class Both(Variant):
         return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
 
     @inlined
+    def score_near(self, s, at, key):
+        s = self.one.score_near(s, at._replace(kept=at.kept[0]), key)
+        return self.other.score_near(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def score_near_by(self, s, fetched, at, key):
+        s = self.one.score_near_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
+        return self.other.score_near_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+
+    @inlined
     def bent(self, s, at, key):
         s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
         s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
@@ -339,6 +365,13 @@ class Both(Variant):
             return self.one.below(s, at._replace(kept=at.kept[0]), key)
         else:
             return self.other.below(s, at._replace(kept=at.kept[1]), key)
+
+    @inlined
+    def below_near(self, s, at, key):
+        if self.one.by_rows:
+            return self.one.below_near(s, at._replace(kept=at.kept[0]), key)
+        else:
+            return self.other.below_near(s, at._replace(kept=at.kept[1]), key)
 
     @inlined
     def mask(self, s, at, key, hidden):

@@ -193,6 +193,7 @@ def make(config: Config):
                 k.release(j)
                 v.release(j)
             warpgroup.store(gState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+            sequences.store_nobodys(gO, gEnds, sequence, length, head, column)
             if NORMALIZE and column == 0:
                 store_sums(gZ, sequence, head, earlier + float32(span.end - span.first), z, zz)
 

@@ -44,6 +44,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from . import chunk_hopper
+from .block_exponent import BlockExponent
 from .chunk_hopper import KEY_DIMS, WIDE
 from .gates import ALONG, DOWN, ROWS, TILE, BySteps, ByToken, Gate
 from .results import TINY, forms
@@ -111,7 +112,7 @@ def make(config: Config):
     SEGMENTS = config.segmented and result.outputs and result.values  # may it go on from earlier segments?
     NEWER = STAGES - 1  # groups of keys: so many are younger than a chunk's values
     BEHIND = (3 if result.silu else 2) * NEWER  # and so many groups than its queries
-    sequences = Sequences(config.varlen)
+    sequences, common = Sequences(config.varlen), BlockExponent(gate.weighted and INPUT is fp16)
     smem = shared(
         q=pipeline(config.key, 1, WARPS),
         k=pipeline(config.key, STAGES, WARPS),
@@ -157,6 +158,7 @@ def make(config: Config):
         shared_by, column = divmod(block, width)
         head, col = int32(key_head * group + shared_by), int32(COLUMNS * column)
         own = int32(col + SHARE * me)  # this warp's first column
+        gOut = gO
         gQ, gK, gV, gZ, gO = (
             truncate(gQ, 1, end),
             truncate(gK, 1, end),
@@ -172,6 +174,8 @@ def make(config: Config):
         for i in range(segment if SEGMENTS and begun == 1 else 0):
             total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
             s_t = gate.decayed(s_t, total) + load(gLocal, STATE, (sequence, head, i, own, 0), aligned=False)
+        exponent = common.begin(s_t)
+        s_t = common.scaled(s_t, -exponent)
         rate, bias = gate.rate_and_bias(gRate, gBias, head)
         d = load(gSkip, OUT.row_vec, (head, own), aligned=False) if result.skip else 0.0
         so_far, g = float32(0), gate.fetch(gGates, batch, first, end, head)
@@ -180,6 +184,7 @@ def make(config: Config):
             if me == 0:
                 gate.share(b, a, g, rate, bias, end - token)
             keys = k.wait(j, BEHIND)  # and the sums of gates
+            before, exponent = exponent, common.after(exponent, b, a)
             if result.outputs:
                 queries = q.wait(j, BEHIND)
                 mine = subtile(queries, SHARE, me)
@@ -187,7 +192,7 @@ def make(config: Config):
                 if not result.values:
                     earlier = row_max(mma_ABt(zeros(SQUARE), mine, INPUT(s_t)))  # each column is the same
                 rows = gate.load(subtile(b, SHARE, me), ROWS)
-                s = gate.scores(s, rows, gate.load(a, ALONG))
+                s = gate.scores(s, common.of_keys(rows, exponent), gate.load(a, ALONG))
                 if result.values:
                     store(subtile(p, SHARE, me), INPUT(s))
                 else:
@@ -196,22 +201,30 @@ def make(config: Config):
             values = v.wait(j, NEWER)  # and all of P is there
             v_t = warpgroup.load_transposed(values, TRANSPOSED) if result.values else INPUT(zeros(TILE) + 1.0)
             if result.outputs and result.values:
-                o = gate.decayed(mma_ABt(zeros(OUT), queries, INPUT(s_t)), gate.load(b, DOWN))
+                down = common.of_state(gate.load(b, DOWN), before, exponent)
+                o = gate.decayed(mma_ABt(zeros(OUT), queries, INPUT(s_t)), down)
                 if result.skip:  # Mamba-2's, whose scale is 1
-                    o = o + fp32(transpose(v_t)) * d
-                o = finish(mma_ABt(o, p, v_t) * scale, z, j, gDivisor, (batch, token, head))
+                    o = o + common.scaled(fp32(transpose(v_t)) * d, -exponent)
+                o = common.scaled(mma_ABt(o, p, v_t), exponent) * scale
+                o = finish(o, z, j, gDivisor, (batch, token, head))
                 store(gO, o, (batch, token, head, own), 1, 3, PIECE)
             along, total = gate.load(a, ALONG), gate.last(b)
-            u_t = INPUT(gate.remaining(fp32(v_t), along, total))
+            u_t = INPUT(gate.remaining(fp32(v_t), along, common.of_keys(total, exponent)))
             together.sync()
             fill(q, v, z, gQ, gV, gZ, j + 1, n, batch, later, key_head, head, col)
             g = gate.fetch(gGates, batch, later, end, head)
-            s_t, so_far = mma_AB(gate.decayed(s_t, total), u_t, keys), so_far + total
+            s_t = gate.decayed(s_t, common.of_state(total, before, exponent))
+            s_t, so_far = mma_AB(s_t, u_t, keys), so_far + total
             together.sync()
             k.fill(j + STAGES, gK, (batch, int32(token + CHUNK * STAGES), key_head, 0), 1, 3, n, PIECE)
+        s_t = common.scaled(s_t, exponent)
         if result.outputs:
             if segment == segments - 1:
                 store(gState, s_t, (sequence, head, own, 0), aligned=False)
+                if sequences.varlen and result.values:
+                    span = sequences.nobodys(gEnds, sequence, length)
+                    for j in range(span.chunks()):
+                        store(gOut, zeros(OUT), (span.batch, span.token(j), head, own), 1, 3, PIECE)
         else:
             store(gLocal, s_t, (sequence, head, segment, own, 0), aligned=False)
             store(gTotal, zeros(ROWS) + so_far, (sequence, head, segment, 0))

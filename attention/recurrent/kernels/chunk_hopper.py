@@ -29,6 +29,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import LARGE
 
+from .block_exponent import BlockExponent
 from .gates import ALONG, ROWS, TILE, ByHead, BySteps, ByToken, Gate
 from .results import Outputs, Result, forms
 from .tokens import CHUNK, COLUMNS, Sequences, assigned
@@ -125,6 +126,7 @@ def make(config: Config):
     PRODUCER, KEYS = CONSUMERS * PARTS, config.key.cols  # the warpgroup after those that consume
     (keep, claim), STATE = REGISTERS[CONSUMERS * PARTS, config.resident], rt(16, KEYS, fp32)
     TRANSPOSED, sequences = rt(16, CHUNK, INPUT), Sequences(config.varlen)
+    common = BlockExponent(gate.weighted and INPUT is fp16)
     KEYS_OF_TMA, VALUES_OF_TMA = tiled(config.key, unit=1), tiled(config.value, unit=1)
     OUTPUT = sequences.output(config.value) if result.values and result.outputs else array(3 if result.outputs else 4)
 
@@ -199,6 +201,10 @@ def make(config: Config):
                     shared_by, _ = divmod(CONSUMERS * block + c, width)
                     head = key_head * group + shared_by
                     gate.sum_up(b, a, mine, gGates, gRate, gBias, span.batch, span.token(j), span.end, head)
+            if result.outputs and result.values and segment == segments - 1:
+                for c in range(CONSUMERS):
+                    shared_by, column = divmod(CONSUMERS * block + c, width)
+                    sequences.store_nobodys(gO, gEnds, sequence, length, int32(key_head * group + shared_by), column)
         else:
             warpgroup.claim_registers(claim)
             c, part = (me, int32(0)) if PARTS == 1 else (int32(0), me)
@@ -210,6 +216,8 @@ def make(config: Config):
             for i in range(segment if result.outputs and begun == 1 else 0):
                 total = tile_min(load(gTotal, ROWS, (sequence, head, i, 0)))
                 s_t = gate.decayed(s_t, total) + warpgroup.load(gLocal, STATE, (sequence, head, i, row, col), aligned=False)
+            exponent = common.begin(s_t)
+            s_t = common.scaled(s_t, -exponent)
             g, so_far, growth = gate.of_head(gGates, head), float32(0), log2(zeros(ROWS) + scale)
             d = load(gSkip, ALONG, (head, row))
             if not result.values:
@@ -229,18 +237,22 @@ def make(config: Config):
                     s = warpgroup.mm_ABt(queries, keys)
                     warpgroup.sync()
                     o = warpgroup.mm_ABt(queries, rounded)
+                before, exponent = exponent, common.after(exponent, common.wait(b, mine), common.wait(a, mine))
                 rows, along, total = gate.sums(b, a, mine, g, left)
                 if gate.scales:
                     rows = rows + growth
                 if result.outputs:
-                    p = INPUT(gate.scores(warpgroup.wait(s, newer=1), rows, along))
-                    o = warpgroup.mma_AB(gate.decayed(warpgroup.wait(o), rows), p, values)
+                    p = INPUT(gate.scores(warpgroup.wait(s, newer=1), common.of_keys(rows, exponent), along))
+                    o = gate.decayed(warpgroup.wait(o), common.of_state(rows, before, exponent))
+                    o = warpgroup.mma_AB(o, p, values)
                     q.release(ours)
-                v_t = INPUT(gate.remaining(fp32(warpgroup.load_transposed(values, TRANSPOSED)), along, total))
-                s_t, so_far = warpgroup.mma_AB(gate.decayed(s_t, total), v_t, keys), so_far + total
+                v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
+                v_t = INPUT(gate.remaining(v_t, along, common.of_keys(total, exponent)))
+                s_t = gate.decayed(s_t, common.of_state(total, before, exponent))
+                s_t, so_far = warpgroup.mma_AB(s_t, v_t, keys), so_far + total
                 token = span.token(j)
                 if result.outputs:
-                    o = warpgroup.wait(o, newer=1) * (1.0 if gate.scales else scale)
+                    o = common.scaled(warpgroup.wait(o, newer=1), exponent) * (1.0 if gate.scales else scale)
                     if PARTS == 1 or part > 0:
                         o = result.skipped(o, values, d, TRANSPOSED)
                     o = sum_of_parts(o, handed, j, part)
@@ -250,6 +262,7 @@ def make(config: Config):
                 s_t = warpgroup.wait(s_t)
                 k.release(ours)
                 result.release(v, mine)
+            s_t = common.scaled(s_t, exponent)
             if result.outputs:
                 warpgroup.store_wait()
                 if segment == segments - 1:

@@ -7,7 +7,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from .gates import DOWN, LOG2_E, floored
 from .tokens import CHUNK
 
-LEAST = {bf16: -90, fp16: -8}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
+LEAST = {bf16: -90, fp16: -1}  # powers of 2: a chunk is strong that decays to less, as 1 / it times a value might overflow
 SCORES = rt(16, CHUNK, fp32)
 ROWS, ALONG = SCORES.col_vec, SCORES.row_vec
 

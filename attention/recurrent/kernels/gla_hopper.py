@@ -177,5 +177,6 @@ def make(config: Config):
             warpgroup.store_wait()
             if segment == segments - 1:
                 warpgroup.store(gState, s_t, (sequence, head, column, 0), aligned=False)
+                sequences.store_nobodys(gO, gEnds, sequence, length, head, CONSUMERS * block + me)
 
     return scan, smem

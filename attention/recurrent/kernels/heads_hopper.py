@@ -219,5 +219,6 @@ def make(config: Config):
                 state.store(gO, out, o, span, span.token(j), head, column)
             warpgroup.store_wait()
             warpgroup.store(gState, s_t, (sequence, head, row, 0), aligned=False)
+            sequences.store_nobodys(gO, gEnds, sequence, length, head, column)
 
     return scan, smem

@@ -25,7 +25,7 @@ from ops import divmod, exp2, hstack, load, maximum, right_fill, row_max, row_mi
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
-from .tokens import CHUNK, Sequences
+from .tokens import CHUNK, COLUMNS, Sequences
 
 HEAD = 128  # columns of queries, keys and values
 HALF = 64  # columns of a map: half of the features
@@ -193,5 +193,7 @@ def make(config: Config):
                 far_sum.release(j)
                 sequences.store_rows(gO, o, span, span.token(j), head, 0)
                 warpgroup.sync()
+            for block in range(HEAD // COLUMNS):
+                sequences.store_nobodys(gO, gEnds, sequence, length, head, block)
 
     return attend, smem

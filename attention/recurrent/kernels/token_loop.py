@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from numba import cuda
 
-from ops import block, col_sum, divmod, exp, fma, load, store, tile_max, tile_sum
+from ops import block, col_sum, divmod, exp, fma, load, store, tile_max, tile_sum, zeros
 from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.arguments import ENDS, FLOAT, INT, array
 from tiles.arrays import Operand
@@ -170,6 +170,10 @@ def make(config: Config):
                     o = o / (scale * total(tile_sum(z * q), products) + TINY)
                 if row == 0:
                     store(gOut, o, (batch, t, head, column), aligned=False)
+            nobodys = sequences.nobodys(gEnds, sequence, length)
+            for t in range(nobodys.first, nobodys.end):
+                if row == 0:
+                    store(gOut, zeros(VALUES), (nobodys.batch, t, head, column), aligned=False)
             store(gStart if SINGLE else gState, s, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE and part == 0:
                 store(gStateZ, z, (sequence, head, row))

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import divmod, right_fill, truncate, warpgroup
-from tiles import inlined, static
+from ops import divmod, right_fill, truncate, warpgroup, zeros
+from tiles import fp32, inlined, rt, static
 from tiles.arguments import array, tiled
 
 CHUNK, COLUMNS = 64, 64  # tokens; value columns of a consumer
@@ -71,6 +71,16 @@ class Sequences:
         return Span(int32(min(end, first + segment * step)), int32(min(end, first + (segment + 1) * step)), batch)
 
     @inlined
+    def nobodys(self, gEnds, sequence, length):
+        """The Span of tokens behind the last sequence, which belong to nobody, if this is the last one; otherwise an empty one.
+        length: of all sequences together, and of these tokens."""
+        if self.varlen:
+            end = int32(gEnds[sequence + 1])
+            return Span(end, int32(length if sequence + 2 == gEnds.shape[0] else end), int32(0))
+        else:
+            return Span(int32(0), int32(0), int32(0))
+
+    @inlined
     def clear(self, tile, left, groups=1):
         """Set to zero the rows of a shared tile that belong to another sequence, all but the first `left`. groups: how many
         warpgroups do this together."""
@@ -91,6 +101,14 @@ class Sequences:
         sequence."""
         at = span.batch, token, head, COLUMNS * block
         warpgroup.store(truncate(gO, 1, span.end), o, at, rows=1, cols=3, aligned=True)
+
+    @inlined
+    def store_nobodys(self, gO, gEnds, sequence, length, head, block):
+        """Write 0 to 64 columns of the outputs of tokens that belong to nobody. The last segment of a sequence does it."""
+        if self.varlen:
+            span = self.nobodys(gEnds, sequence, length)
+            for j in range(span.chunks()):
+                self.store_rows(gO, zeros(rt(16, COLUMNS, fp32)), span, span.token(j), head, block)
 
     @inlined
     def store(self, gO, tile, o, span, token, head, block):

@@ -190,12 +190,12 @@ class Recomputed:
         queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
         dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))
-        s = variant.score(x, at, key)
+        s = variant.score_near(x, at, key)
         above = self.summed.first_tile(at.batch, at.given)
         place = int32(2 * self.others * (above + row // self.others) + row % self.others)
         lse = load(sums, self.tile.col_vec, (own.batch, at.head, place))
         if variant.by_rows:
-            lse = lse + variant.below(s, at, key) * scale
+            lse = lse + variant.below_near(s, at, key) * scale
         p = exp2(self.tiling.mask(s, at, key) * scale - lse)
         delta = load(sums, self.tile.col_vec, (own.batch, at.head, int32(place + self.others)))
         ds = variant.slope(variant.marked(p, at, key), dp, delta, at)

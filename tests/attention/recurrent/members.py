@@ -11,7 +11,7 @@ import numpy as np
 import attention
 from attention import reference
 
-BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+BF16, FP16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 HEADS, KEY_HEADS = 2, 1
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from delta_cases import BF16, FP16, STATE, inputs
 from places import OnInterpreter
+from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
 from attention.recurrent.delta_rule import states
@@ -48,11 +49,23 @@ def test_strong_decays_of_shared_keys(place):
     agree(place, k, v, beta, np.array([-0.01, -50], np.float32))
 
 
-def test_sequences_one_behind_the_other(place):
-    """Neighbours may be NaN: an empty one between two, of which the state is what it was."""
-    ends = np.array([0, 30, 30, 100], np.int32)
-    _, k, v, beta, decay = inputs(1, 140, 1, 64, 64)
-    agree(place, k[:, :100], v[:, :100], beta[:, :100], decay[:, :100], ends=ends)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_sequences_one_behind_the_other(place, monkeypatch, gated):
+    """An empty one between two, among poison: of each the state that it leaves alone."""
+    packing = Packing([30, 0, 65])
+    _, k, v, beta, decay = inputs(1, 95, 1, 64, 64)
+    arrays = [k, v, beta, decay if gated else None]
+    agree(place, *arrays, ends=packing.alone)
+    as_on_a_device(monkeypatch)
+    start = 0.3 * np.random.default_rng(1).standard_normal((3, 1, 64, 64), np.float32)
+    of_all = poisoned((7, *start.shape[1:]), start.dtype)
+    of_all[packing.which] = start
+    runs = (lambda x: x, start, packing.alone), (packing.spread, of_all, packing.ends)
+    found = []
+    for lay, begin, ends in runs:
+        k, v, beta, decay = (None if x is None else place.put(lay(x)) for x in arrays)
+        found.append(place.get(states(k, v, beta, place.put(begin), decay=decay, cu_seqlens=place.put(ends))))
+    assert (found[1][packing.which] == found[0]).all() and (found[0][1] == start[1]).all()
 
 
 def test_chunks_that_are_skipped(place):

@@ -22,6 +22,7 @@ def inputs(length=70, P=64, N=64, groups=1, batch=1, heads=4, seed=0):
 def check(place, given, **options):
     on = {name: place.put(x) for name, x in given.items()}
     out, state = mamba2(**on, **options, return_final_states=True)
+    options.pop("family", None)
     ref, last = reference.mamba2(**given, **options)
     low, _ = reference.mamba2(**given, **options, low=True)
     reference.assert_close(place.get(out), ref, low)
@@ -85,6 +86,33 @@ def test_steps_are_never_negative(place):
     given["dt"][:, ::3] *= -1
     given["dt"][:, ::7] = 0
     check(place, given)
+
+
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("N", [64, 256])
+def test_steps_beyond_float16(place, N, family):
+    """dt x, dt B C and the state are too large for float16; x, B, C and the outputs are not. The steps become small again."""
+    given, rng = inputs(130, N=N, heads=1), np.random.default_rng(5)
+    given |= {"D": np.array([0.5], f32), "z": rng.standard_normal(given["x"].shape)}
+    given |= {"x": 300 * given["x"].astype(f32), "C": given["C"].astype(f32) / 20000, "A": np.array([-1e-3], f32)}
+    given["dt"][:, 20:80] *= 3000
+    given["initial_states"] = 3e5 * rng.standard_normal((1, 1, 64, N)).astype(f32)
+    given = {name: x.astype(np.float16) if name in ("x", "B", "C", "z") else x for name, x in given.items()}
+    check(place, given, family=family)
+    check(
+        place,
+        given | {"cu_seqlens": np.array([0, 50, 130]), "initial_states": given["initial_states"].repeat(2, 0)},
+        family=family,
+    )
+
+
+def test_a_step_and_a_value_beyond_float16():
+    """Whose output is not."""
+    given = inputs(1, heads=1)
+    given = {name: np.ones_like(x, x.dtype if x.dtype == f32 else np.float16) for name, x in given.items()}
+    given |= {"x": 300 * given["x"], "dt": 400 * given["dt"], "C": given["C"] * np.float16(0.54 / 64), "A": -given["A"]}
+    out = mamba2(**given).astype(float)
+    assert (abs(out - 120000 * 64 * given["C"][0, 0, 0, 0].astype(float)) <= 32).all() and (out < 65504).all()
 
 
 def test_no_token():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from members import BF16, F32, HEADS, MEMBERS
+from members import BF16, F32, FP16, HEADS, MEMBERS
+from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
 from attention.recurrent.linear import linear
@@ -116,24 +117,71 @@ def features_of(token):
 
 
 # ---- sequences one behind the other ----------------------------------------------------------------------------------
+PACKED = Packing([0, 63, 0, 65, 1], neighbour=2, nobodys=66)
+FAMILIES = [(name, None) for name in MEMBERS] + [
+    (name, "sm_80") for name in ("linear, divided", "Mamba-2", "simple GLA", "GLA", "gated delta rule", "KDA")
+]
+
+
+@pytest.mark.parametrize(("name", "family"), FAMILIES)
+def test_packed_sequences_among_poison(place, monkeypatch, name, family):
+    """Lengths around a chunk's, among neighbours of which everything is poison: each is what it is alone, to the bit. Those
+    without tokens leave their states as they were; tokens that belong to nobody have outputs of 0."""
+    as_on_a_device(monkeypatch)
+    member, more = MEMBERS[name], {} if family is None else {"family": family}
+    tokens, fixed = member.inputs(PACKED.alone[-1])
+    _, one = member.run({key: x[:, :1].copy() for key, x in tokens.items()} | fixed)
+    starts = [np.repeat(x, len(PACKED.alone) - 1, axis=0) for x in both(one)] if member.start else []
+    of_all = [poisoned((len(PACKED.ends) - 1, *x.shape[1:]), F32) for x in starts]
+    for x, start in zip(of_all, starts, strict=True):
+        x[PACKED.which] = start
+    states = lambda x: (place.put(x[0]) if len(x) == 1 else tuple(map(place.put, x))) if x else None
+    fixed = {key: place.put(x) for key, x in fixed.items()}
+    put = {key: place.put(x) for key, x in tokens.items()} | fixed
+    clean, wanted = member.run(put, states(starts), cu_seqlens=place.put(PACKED.alone), **more)
+    put = {key: place.put(PACKED.spread(x)) for key, x in tokens.items()} | fixed
+    out, found = member.run(put, states(of_all), cu_seqlens=place.put(PACKED.ends), **more)
+    out, clean = (place.get(x).astype(F32) for x in (out, clean))
+    assert np.isfinite(clean).all()
+    np.testing.assert_array_equal(PACKED.gather(out), clean)
+    assert (out[:, PACKED.nobodys] == 0).all()
+    for got, want, start in zip(both(found), both(wanted), starts, strict=True) if member.start else ():
+        np.testing.assert_array_equal(place.get(got)[PACKED.which], place.get(want))
+        np.testing.assert_array_equal(place.get(want)[[0, 2]], start[[0, 2]])
+
+
 @every
-def test_neighbours_do_not_leak(member):
-    """NaN in every array of a neighbour changes no bit; sequences without tokens, at both ends and between, have states."""
-    ends = np.array([0, 0, 37, 37, 110, 110], np.int32)
-    tokens, fixed = member.inputs(110)
-    clean, states = member.run(tokens | fixed, cu_seqlens=ends)
-    member.judged(clean[:, :37], {name: x[:, :37] for name, x in tokens.items()} | fixed)
-    member.judged(clean[:, 37:], {name: x[:, 37:] for name, x in tokens.items()} | fixed)
-    before, after = slice(37), slice(37, None)
-    for bad, good, mine in (before, after, 3), (after, before, 1):
-        poisoned = {name: x.copy() for name, x in tokens.items()}
-        for x in poisoned.values():
-            x[:, bad] = np.nan
-        out, found = member.run(poisoned | fixed, cu_seqlens=ends)
-        np.testing.assert_array_equal(out[:, good].astype(F32), clean[:, good].astype(F32))
-        for got, want in zip(both(found), both(states), strict=True) if member.start else ():
-            assert len(got) == 5 and not got[[0, 2, 4]].any()
-            np.testing.assert_array_equal(got[mine], want[mine])
+def test_packed_sequences_are_sequences(member):
+    """Each by itself."""
+    tokens, fixed = member.inputs(75)
+    out, _ = member.run(tokens | fixed, cu_seqlens=np.array([0, 0, 5, 5, 75, 75], np.int32))
+    for part in slice(5), slice(5, None):
+        member.judged(out[:, part], {name: x[:, part] for name, x in tokens.items()} | fixed)
+
+
+# ---- float16 --------------------------------------------------------------------------------------------------------
+NARROW = {"based": 1e3, "based, sums": 1e3}  # members whose state grows faster: what values are multiplied by there
+
+
+@every
+@pytest.mark.parametrize("great", ["values", "keys", "queries"])
+def test_great_numbers_of_float16(member, great):
+    """Nothing that is rounded on the way has a narrower range than arrays and results: values of 30000, keys a hundred times
+    as long as queries, and the other way round."""
+    tokens, fixed = member.inputs(70)
+    name = next(name for name, found in MEMBERS.items() if found is member)
+    by = {"values": {"v": NARROW.get(name, 8e3)}, "keys": {"k": 100, "q": 0.01}, "queries": {"k": 0.01, "q": 100}}[great]
+    if "beta" in tokens and great == "keys":  # beta |k|^2 decides what is stable
+        tokens["beta"] /= 1e3
+        by = {"v": 1e3, "k": 30, "q": 1 / 30}
+    by = {{"v": "x", "k": "B", "q": "C"}.get(key, key) if "x" in tokens else key: factor for key, factor in by.items()}
+    arrays = tokens | fixed
+    arrays = {key: (x.astype(F32) * by.get(key, 1)).astype(FP16) if x.dtype == BF16 else x for key, x in arrays.items()}
+    ref, low = (member.formula(**arrays, **member.options, low=low)[0] for low in (False, True))
+    within = abs(ref) < 65504
+    out = member.run(arrays)[0].astype(float)
+    reference.assert_close(np.where(within, out, 0).astype(FP16), np.where(within, ref, 0), np.where(within, low, 0), factor=4)
+    assert np.isinf(out[abs(ref) > 65600]).all()
 
 
 # ---- gates -----------------------------------------------------------------------------------------------------------

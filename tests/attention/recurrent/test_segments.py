@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from delta_cases import BF16, FP16, STATE, inputs
 from places import OnInterpreter
+from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
 from attention.recurrent import chunks
@@ -101,20 +102,19 @@ def test_any_number_of_maps(place, cut, kind, parts):
 
 @pytest.mark.parametrize("kind", ["token", "channel"])
 @pytest.mark.parametrize("delta", [False, True])
-def test_sequences_one_behind_the_other(place, cut, delta, kind):
-    """An empty one, one that has fewer chunks than segments, and one whose neighbours may be NaN."""
+def test_sequences_one_behind_the_other(place, cut, monkeypatch, delta, kind):
+    """Empty ones, ones that have fewer chunks than segments, and one whose segments end where chunks do, among poison."""
     cut(3)
-    ends = np.array([0, 0, 70, 270, 300], np.int32)
-    given = case(delta, kind, 300, 64, 64, sequences=4)
-    out, state = agree(place, given, cu_seqlens=ends)
-    mine = slice(70, 270)
-    poisoned = {name: np.full_like(x, np.nan) for name, x in given.items() if name != "initial_state"}
-    for name, x in poisoned.items():
-        x[:, mine] = given[name][:, mine]
-    told = {name: place.put(x) for name, x in (given | poisoned | {"cu_seqlens": ends}).items()}
-    got, last = (delta_rule if delta else linear)(**told, return_state=True)
-    assert (place.get(got)[:, mine] == out[:, mine]).all()
-    assert (place.get(last)[2] == state[2]).all()
+    packing = Packing([0, 70, 192, 1], neighbour=2, nobodys=5)
+    given = case(delta, kind, 263, 64, 64, sequences=4)
+    out, state = agree(place, given, cu_seqlens=packing.alone)
+    as_on_a_device(monkeypatch)
+    start = poisoned((len(packing.ends) - 1, *given["initial_state"].shape[1:]), np.float32)
+    start[packing.which] = given["initial_state"]
+    told = {name: place.put(start if name == "initial_state" else packing.spread(x)) for name, x in given.items()}
+    got, last = (delta_rule if delta else linear)(**told, cu_seqlens=place.put(packing.ends), return_state=True)
+    assert (packing.gather(place.get(got)) == out).all() and (place.get(got)[:, packing.nobodys].astype(float) == 0).all()
+    assert (place.get(last)[packing.which] == state).all()
 
 
 @pytest.mark.parametrize("kind", ["token", "channel"])

@@ -135,6 +135,8 @@ VARIANTS = {
     "sink, softcap": dict(sink=np.array([1.5, -2], F32), softcap=3.0, causal=True),
     "alibi": dict(alibi=np.array([0.5, 0.01], F32), window=(None, 30)),
     "alibi of each sequence, causal": dict(alibi=np.array([[0.5, 0.1], [0.2, 3]], F32), causal=True),
+    "alibi, steep, causal": dict(alibi=np.array([77, 2e4], F32), causal=True),
+    "alibi, steep, window": dict(alibi=np.array([1e3, 2e4], F32), window=(70, 0)),
 }
 
 

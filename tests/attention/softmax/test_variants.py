@@ -61,6 +61,8 @@ CASES = {
     "alibi": dict(alibi=np.array([0.5, 0.01], F32)),
     "alibi of each sequence, causal": dict(alibi=np.array([[0.5, 0.1], [0.2, 3]], F32), causal=True),
     "alibi, capped": dict(alibi=np.array([0.3, 0.1], F32), softcap=2.0),
+    "alibi, steep, causal": dict(alibi=np.array([77, 2e4], F32), causal=True),
+    "alibi, steep, window": dict(alibi=np.array([1e3, 2e4], F32), window=(70, 0)),
     "sink": dict(sink=np.array([1.5, -2], F32), causal=True),
     "sinks far above and below all scores": dict(sink=np.array([40, -200], F32)),
     "sink, capped": dict(sink=np.array([1.5, -2], F32), softcap=3.0, scale=0.5),
@@ -116,6 +118,18 @@ def test_lengths_around_every_tile_edge(place, family, lengths):
     if "bias" in options:
         options = options | {"bias": options["bias"][..., :cols]}
     agree(place, *inputs(1, rows, cols, HEADS, 2, 64), family=family, **options)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 128), (70, 133), (130, 257)])
+def test_steep_slopes_where_no_mask_cuts(place, family, rows, cols):
+    """The first query of a tile stands at the last key of a block, and sees all of it."""
+    agree(place, *inputs(1, rows, cols, HEADS, 1, 64), family=family, alibi=np.array([3e3, 2e4], F32), causal=True)
+
+
+def test_steep_slopes_of_a_score_that_counts_queries_from_0(place, family):
+    """All of a row is slope (Sk - Sq) greater: in units of that, digits would be lost."""
+    options = dict(score=lambda s, b, h, i, j, slopes: s - slopes[h] * (i - j), aux=(np.array([9.1, 30], F32),), window=(99, 0))
+    agree(place, *inputs(1, 70, 2000, HEADS, 1, 64), family=family, **options)
 
 
 @pytest.mark.parametrize(("heads", "heads_kv"), [(4, 2), (3, 1)])
