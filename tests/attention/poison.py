@@ -101,11 +101,12 @@ def in_pages(
     arrays: Sequence[np.ndarray], lengths: Sequence[int], size: int, first: Sequence[int] | None = None
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """(the pools, the table) of sequences (batch, row, ...) in pages of `size` rows, which lie in any order. The first rows,
-    before `first` of each sequence, are in no page either: a server has given those pages away."""
+    before `first` of each sequence, are in no page either: a server has given those pages away. The table ends with the last
+    page of the longest sequence."""
     begins = first or [0] * len(lengths)
     used = [range(begin // size, -(-n // size) if n > begin else begin // size) for begin, n in zip(begins, lengths)]
     numbers = iter(np.random.default_rng(3).permutation(sum(map(len, used)) + 2))
-    table = np.full((len(lengths), -(-arrays[0].shape[1] // size) + 1), -7, np.int32)
+    table = np.full((len(lengths), max(1, max(pages.stop for pages in used))), -7, np.int32)
     pools = [poisoned((sum(map(len, used)) + 2, size, *x.shape[2:]), x.dtype) for x in arrays]
     for b, (begin, n) in enumerate(zip(begins, lengths)):
         for page in used[b]:

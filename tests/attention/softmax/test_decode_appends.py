@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import TANH, ULP, draw
-from judged_decode import case, in_pages, known
+from judged_decode import case, known
 from places import BF16, RANDOMLY, OnCard, OnInterpreter
-from poison import poisoned
+from poison import in_pages, poisoned
 
 import attention
 from attention import reference
@@ -57,7 +57,7 @@ def agree(place, q, k, v, lengths, *, ends=None, size=None, splits=None, aux=(),
     told |= {name: place.put(options[name]) for name in ("alibi", "sink") if name in options}
     keys, values = k, v
     if size is not None:
-        keys, values, table = in_pages(k, v, lengths, size)
+        (keys, values), table = in_pages((k, v), lengths, size)
         told["pages"] = place.put(table)
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     _, lse = attention.decode(place.put(q), place.put(keys), place.put(values), out=out, return_lse=True, **told)
@@ -108,8 +108,8 @@ def test_new_keys_are_quantised_with_descales_of_their_own(place, size):
     caches += [np.full(k.shape[:3], 0.25, np.float32), np.full(k.shape[:3], 0.5, np.float32)]
     told = {"rotary": (place.put(COS), place.put(SIN))}
     if size:
-        *_, table = in_pages(k, v, lengths + 2, size)
-        caches = [x for n in (0, 2) for x in in_pages(*caches[n : n + 2], lengths + 2, size)[:2]]
+        _, table = in_pages((k, v), lengths + 2, size)
+        caches = [x for n in (0, 2) for x in in_pages(caches[n : n + 2], lengths + 2, size)[0]]
         told["pages"] = place.put(table)
     mine, its = ([place.put(x.copy()) for x in caches] for _ in "12")
     put = {"k_new": place.put(new[0]), "v_new": place.put(new[1])}
@@ -137,7 +137,7 @@ def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
     counts = np.diff(ends) if packed else np.full(3, new)
     told = {"cu_seqlens": np.array(ends)} if packed else {}
     if size:
-        k, v, told["pages"] = in_pages(k, v, lengths + counts, size)
+        (k, v), told["pages"] = in_pages((k, v), lengths + counts, size)
     if said.pop("batch_index", False):
         k, v = (np.concatenate([x[::-1], poisoned((1, *x.shape[1:]), BF16)]) for x in (k, v))
         told["batch_index"] = np.array([2, 1, 0], np.int32)
@@ -327,7 +327,7 @@ def test_prompts_in_other_caches_and_padded(where, monkeypatch, nothing_known):
     else:
         told["leftpad"] = np.array(leftpad)
     if "pages" in where:
-        keys, values, table = in_pages(k, v, lengths, 16)
+        (keys, values), table = in_pages((k, v), lengths, 16)
         told["pages"] = table
     found = attention.decode(q, keys, values, lengths=np.array(lengths), **told)
     (ref, _), (low, _) = known(q, k, v, lengths, leftpad, causal=True)

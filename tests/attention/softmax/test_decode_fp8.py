@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from judged import draw
-from judged_decode import FP8, case, in_pages, known
+from judged_decode import FP8, case, known
 from places import OnInterpreter
-from poison import poisoned
+from poison import in_pages, poisoned
 
 import attention
 from attention import reference
@@ -30,9 +30,9 @@ def fp8_agrees(place, lengths, head_dim, tokens, size, per, splits):
     if per:
         told |= {"k_descale": descales[0], "v_descale": descales[1]}
     if size:
-        *eight, told["pages"] = in_pages(*eight, lengths, size)
+        eight, told["pages"] = in_pages(eight, lengths, size)
     if size and "T" in per:
-        told["k_descale"], told["v_descale"], _ = in_pages(*descales, lengths, size)
+        (told["k_descale"], told["v_descale"]), _ = in_pages(descales, lengths, size)
     told, scale = {name: place.put(x) for name, x in told.items()}, None if per else 0.01
     got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **told)
     (ref, _), (low, _) = known(q, *held, lengths, causal=True, scale=scale)

@@ -5,10 +5,10 @@ import importlib
 import numpy as np
 import pytest
 from judged import draw
-from judged_decode import FP8, case, in_pages, known, put
+from judged_decode import FP8, case, known, put
 from judged_decode import agree as decoded
 from places import BF16, OnInterpreter
-from poison import poisoned
+from poison import in_pages, poisoned
 from test_decode_appends import COS, SIN
 from test_decode_appends import agree as appended
 
@@ -131,7 +131,7 @@ def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interlea
     if size:
         for x in (k, v):
             x[0, 3:5] = x[1, 20:22] = 0
-        k, v, where["pages"] = in_pages(k, v, [n + 2 for n in lengths], size)
+        (k, v), where["pages"] = in_pages((k, v), [n + 2 for n in lengths], size)
     given = {name: put(place, x) for name, x in told.items() if name != "norm_eps"}
     given |= {"norm_eps": EPS, "lengths": place.put(np.array(lengths)), "interleaved": interleaved}
     given |= {"rotary": put(place, (COS, SIN))} | {name: place.put(x) for name, x in where.items()}
