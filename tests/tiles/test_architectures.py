@@ -23,7 +23,7 @@ from fuse.cost import card_of
 from tiles import bf16, targets
 from tiles.targets import LARGE, MEDIUM, SMALL
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HAS = {  # architecture: (wgmma, TMA, early launches, fp8, bytes of shared memory)
     "sm_80": (False, False, False, False, MEDIUM),
     "sm_86": (False, False, False, False, SMALL),
