@@ -77,6 +77,23 @@ def mask_of(
     return masking_utils.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **others)
 
 
+def documents_of(position_ids: Any) -> Any:
+    """The number of each token's document (B, tokens), int32: one begins where a position (B, tokens) is not above the one
+    before; None: there is one document. To see that the host reads memory once for all layers that get this tensor, until it
+    is written anew. While torch.compile or a CUDA graph records, nothing can be read, and all positions are documents."""
+    recorded = is_tracing(position_ids) or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+    version = None if recorded or position_ids.is_inference() else position_ids._version  # inference tensors count no writes
+    if version is not None and getattr(position_ids, "documents", (None,))[0] == version:
+        return position_ids.documents[1]
+    begins = position_ids[:, 1:] <= position_ids[:, :-1]
+    documents = None
+    if recorded or begins.any():
+        documents = torch.nn.functional.pad(begins.cumsum(1, dtype=torch.int32), (1, 0))
+    if version is not None:
+        position_ids.documents = version, documents
+    return documents
+
+
 def read(mask: Any) -> Seen | None:
     """What a mask of ours says; of others, truth values and what is added to scores, None."""
     if mask is None:

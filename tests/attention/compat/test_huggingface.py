@@ -16,7 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 import attention  # noqa: E402
 from attention.compat import huggingface, huggingface_linear  # noqa: E402
-from attention.compat.huggingface_masks import mask_of, read  # noqa: E402
+from attention.compat.huggingface_masks import documents_of, mask_of, read  # noqa: E402
 
 VOCABULARY, PROMPT, NEW, PAD = 64, 20, 5, 3
 COMMON = dict(
@@ -167,18 +167,52 @@ def test_trains_as_eager(name):
     check_trains(name, "cpu", padded=name in ("llama", "gpt_oss"))
 
 
-def test_packed_sequences_are_apart():
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # whose masks hear of positions, and do not
+@pytest.mark.parametrize("cached", [False, True])  # where no mask hears of them
+def test_packed_sequences_are_apart(name, cached):
     """Positions that begin anew are documents, and so are ends; each gives what it gives alone."""
-    ours, low, exact = models("llama")
+    ours, low, exact = models(name)
     ids, _ = prompts(padded=False)
     lengths = 9, PROMPT - 9
     positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
     with torch.no_grad():
         alone = [torch.cat([m(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1) for m in (low, exact)]
-        check_close(ours(ids, position_ids=positions, use_cache=False).logits, *alone)
+        check_close(ours(ids, position_ids=positions, use_cache=cached).logits, *alone)
         ends = torch.tensor([0, 9, PROMPT], dtype=torch.int32)
-        told = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=False)
+        told = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=cached)
         check_close(ours(ids[:1], position_ids=positions[:1], **told).logits, *[x[:1] for x in alone])
+
+
+def test_positions_are_read_once(monkeypatch):
+    """Of all layers, until they are written anew; in inference mode torch counts no writes. Where graphs are made none is."""
+    reads, positions = [], torch.tensor([[0, 1, 2, 0, 1, 5, 6, 6]])
+    monkeypatch.setattr(torch.Tensor, "any", lambda x, any=torch.Tensor.any: reads.append(x) or any(x))
+    assert documents_of(positions).tolist() == documents_of(positions).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2]]
+    assert len(reads) == 1 and documents_of(positions).dtype == torch.int32
+    positions.copy_(torch.arange(8))
+    assert documents_of(positions) is documents_of(positions) is None and len(reads) == 2
+    with torch.inference_mode():
+        positions = torch.arange(5, 13)[None]
+        assert documents_of(positions) is None
+        positions[:, 4:] = torch.arange(4)
+        assert documents_of(positions).tolist() == [[0] * 4 + [1] * 4]
+    reads.clear()
+    traced = torch.compile(lambda x: documents_of(x) + 0, fullgraph=True, backend="eager")
+    assert traced(torch.arange(8)[None]).tolist() == [[0] * 8] and not reads
+
+
+def test_what_positions_do_not_say():
+    """Those of tokens behind a cache, of other axes than the tokens', and beside a mask of padding or one of the caller's."""
+    q, k, v = (torch.randn(1, heads, 8, 16).bfloat16() for heads in (4, 2, 2))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    layer = dict(is_causal=True)
+    whole, apart = attended(layer, q, k, v), attended(layer, q, k, v, position_ids=packed)
+    each = [attended(layer, *(x[:, :, part] for x in (q, k, v))) for part in (slice(4), slice(4, 8))]
+    torch.testing.assert_close(apart, torch.cat(each, 1), atol=0.02, rtol=0.02)
+    for positions in packed[0], packed.expand(3, 1, 8), packed[:, :4], torch.arange(8)[None]:
+        assert torch.equal(attended(layer, q, k, v, position_ids=positions), whole)
+    behind = attended(layer, q[:, :, 4:], k, v, position_ids=packed[:, 4:])
+    torch.testing.assert_close(behind, whole[:, 4:], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("of", ["holes", "truth values", "truth values of heads", "floats"])
@@ -227,7 +261,7 @@ def test_norms_in_float32_are_rounded_and_the_rest_is_refused():
     q, k, v = torch.randn(3, 1, 2, 4, 16).bfloat16()
     found = attended({}, q.float(), k.float(), v)
     assert torch.equal(found, attended({}, q, k, v))
-    for refused in dict(output_attentions=True), dict(cache=object()):
+    for refused in dict(output_attentions=True), dict(cache=object()), dict(indices=q), dict(block_indices=q):
         with pytest.raises(NotImplementedError, match=f"{next(iter(refused))}: is not served"):
             attended({}, q, k, v, **refused)
     with pytest.raises(
