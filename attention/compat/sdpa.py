@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import attention
-
-from .asked import ERRORS, asked, namespace, refuse, rename, seeded
+from .asked import ERRORS, asked, attend_heads_first, namespace, refuse, rename, seeded
 
 THEIRS = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
@@ -34,7 +32,8 @@ def scaled_dot_product_attention(
     | dropout_p                                   | dropout; the seed is drawn, see `asked.seeded`               |
     | enable_gqa                                  | not needed: heads are always shared                          |
 
-    A query that sees no key gives 0. A mask in Python costs no memory and skips blocks: attention.forward(.., mask=..)."""
+    The result's heads lie inside its tokens where query's do, as in x.transpose(1, 2), and gradients as the result. A query
+    that sees no key gives 0. A mask in Python costs no memory and skips blocks: attention.forward(.., mask=..)."""
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: must be None with is_causal=True")
     refuse("query", query.ndim not in (3, 4), "reshape query, key and value to (B, H, S, D)")
@@ -51,7 +50,7 @@ def scaled_dot_product_attention(
         key, value, more = top_left(query.shape[2], key, value)
         options |= more
     try:
-        return attention.forward(query, key, value, layout="bhsd", **options)
+        return attend_heads_first(query, key, value, **options)
     except ERRORS as error:
         rename(error, THEIRS)
         raise
