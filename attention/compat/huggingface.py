@@ -18,8 +18,8 @@ Prompts and training go through attention.forward, steps of generation through a
 | dropout                                        | dropout; the seed is drawn, see `asked.seeded`                  |
 
 What a mask says is in huggingface_masks.py. Sequences that are packed by position_ids alone are kept apart, as
-flash_attention_2 keeps them, where all keys are new: see `documents_of`. No query that is padding counts: what comes of it differs from eager's. float32 is
-served under torch.autocast alone. Written for transformers 5, which comes with this module.
+flash_attention_2 keeps them, where all keys are new: see `documents_of`. No query that is padding counts: what comes of it
+differs from eager's. float32 is served under torch.autocast alone. Written for transformers 5, which comes with this module.
 """
 
 from __future__ import annotations
