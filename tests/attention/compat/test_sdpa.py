@@ -81,6 +81,22 @@ def test_torch_on_the_cpu(calls):
         np.testing.assert_allclose(scaled_dot_product_attention(q, k, k, **options), expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("axes", [3, 4])
+def test_causal_biases(axes, calls):
+    """torch's stand-ins for masks: tensors whose elements mean nothing."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import bias
+
+    q, k = torch.randn(2, 4, 5, 8)[(0,) * (4 - axes)], torch.randn(2, 4, 7, 8)[(0,) * (4 - axes)]
+    for made, diagonal in (bias.causal_upper_left, 0), (bias.causal_lower_right, 2):
+        see = torch.ones(5, 7, dtype=torch.bool).tril(diagonal)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, see)
+        found = scaled_dot_product_attention(q, k, k, made(5, 7))
+        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match=r"^attn_mask: must be a CausalBias of .*, \(5, 7\): it is of \(5, 8\)"):
+            scaled_dot_product_attention(q, k, k, made(5, 8))
+
+
 def flat(x):
     """(B, S, H D), a view."""
     return x.transpose(1, 2).view(x.shape[0], x.shape[2], -1)
