@@ -106,7 +106,7 @@ class _Planned:
             raise ValueError(f"q: must have the {self.tokens} tokens that were planned: q.shape={tuple(q.shape)}")
         for name, x in ("q", q), ("k", k), ("v", v):
             planned = (*(() if name == "q" else size), *self.shapes[name])
-            if tuple(x.shape[1:]) != planned:
+            if x.shape[1:] != planned:
                 axes = ("num_qo_heads" if name == "q" else "num_kv_heads"), ("head_dim_vo" if name == "v" else "head_dim")
                 said = ", ".join(("page_size", *axes)[-len(planned) :])
                 raise ValueError(
@@ -117,9 +117,9 @@ class _Planned:
                 raise ValueError(
                     f"{name}: must be {self.dtypes[name]}, the {asked_as} that was planned: {name}.dtype={x.dtype}"
                 )
-        wanted = self.dtypes.get("out")
-        advice = f"out has q's dtype, {_dtype(q.dtype)}, and o_data_type={wanted} was planned: convert it"
-        refuse("o_data_type", wanted is not None and wanted != _dtype(q.dtype), advice)
+        wanted, made = self.dtypes.get("out"), _dtype(q.dtype)
+        if wanted not in (None, made):
+            refuse("o_data_type", True, f"out has q's dtype, {made}, and o_data_type={wanted} was planned: convert it")
 
     def paged(self, indptr: Any, indices: Any, last_page_len: Any, size: int) -> dict[str, Any]:
         """decode's pages and lengths. ValueError: these do not fit each other."""

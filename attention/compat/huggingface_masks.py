@@ -81,10 +81,12 @@ def documents_of(position_ids: Any) -> Any:
     """The number of each token's document (B, tokens), int32: one begins where a position (B, tokens) is not above the one
     before; None: there is one document. To see that the host reads memory once for all layers that get this tensor, until it
     is written anew. While torch.compile or a CUDA graph records, nothing can be read, and all positions are documents."""
-    recorded = is_tracing(position_ids) or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+    recorded = torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
     version = None if recorded or position_ids.is_inference() else position_ids._version  # inference tensors count no writes
-    if version is not None and getattr(position_ids, "documents", (None,))[0] == version:
-        return position_ids.documents[1]
+    if version is not None and (kept := getattr(position_ids, "documents", None)) and kept[0] == version:
+        return kept[1]
+    if is_tracing(position_ids):  # which takes the host longer than all of the above
+        recorded, version = True, None
     begins = position_ids[:, 1:] <= position_ids[:, :-1]
     documents = None
     if recorded or begins.any():
