@@ -33,7 +33,7 @@ import attention
 
 from .asked import asked, refuse, seeded
 from .huggingface_linear import linear_layers as linear_layers
-from .huggingface_masks import FEW, Seen, documents_of, mask_of, read
+from .huggingface_masks import FEW, Seen, documents_of, mask_of, read, split_documents
 
 
 def register(name: str = "tiles") -> None:
@@ -74,6 +74,10 @@ def attend(
     if seen is None:
         refuse("cu_seq_lens_q", cu_seq_lens_q is not None, "a mask of your own says where sequences end")
         causal, window = False, None
+        if attention_mask.dtype == torch.uint8:
+            attention_mask = attention_mask[..., :keys].view(torch.bool)
+            if cu_seq_lens_q is None and _all_new(position_ids, Seen(), tokens, keys):
+                attention_mask = split_documents(attention_mask, position_ids)
         position_bias, more = _of_mask(attention_mask, position_bias, keys)
     else:
         causal, last = True, seen.window
@@ -82,7 +86,8 @@ def attend(
             last = sliding_window if causal and sliding_window and sliding_window < keys else None
         window = None if last is None else (last - 1, None)
         if cu_seq_lens_q is None and _all_new(position_ids, seen, tokens, keys):
-            seen = seen._replace(documents=documents_of(position_ids))
+            documents = documents_of(position_ids)
+            seen = seen._replace(documents=documents if documents is None else documents.expand(len(query), -1))
         few = tokens == 1 or tokens * (query.shape[1] // key.shape[1]) <= FEW
         plain = causal and seen.documents is position_bias is cu_seq_lens_q is None and not dropout
         if few and plain and not _differentiated(query, key, value, sink):
@@ -106,7 +111,7 @@ def _differentiated(*tensors: Any) -> bool:
 
 
 def _all_new(position_ids: Any, seen: Seen, tokens: int, keys: int) -> bool:
-    """Can positions (B, tokens) be those of documents? Not behind keys of a cache, and not beside padding."""
+    """Can positions (B or 1, tokens) be those of documents? Not behind keys of a cache, and not beside padding."""
     if tokens == 1 or tokens != (keys if seen.known is None else seen.known) or not seen.documents is seen.first is None:
         return False
     return position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == tokens
