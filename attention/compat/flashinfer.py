@@ -121,15 +121,16 @@ class _Planned:
         if wanted not in (None, made):
             refuse("o_data_type", True, f"out has q's dtype, {made}, and o_data_type={wanted} was planned: convert it")
 
-    def paged(self, indptr: Any, indices: Any, last_page_len: Any, size: int) -> dict[str, Any]:
-        """decode's pages and lengths. ValueError: these do not fit each other."""
-        ends = _ends("indptr", indptr, indices, "indices")
-        last, counts = _numbers("last_page_len", last_page_len), np.diff(ends)
+    def paged(self, indptr: Any, indices: Any, last_page_len: Any, size: int, prefix: str = "") -> dict[str, Any]:
+        """decode's pages and lengths. prefix: of these arguments' names. ValueError: they do not fit each other."""
+        ends = _ends(f"{prefix}indptr", indptr, indices, f"{prefix}indices")
+        name = f"{prefix}last_page_len"
+        last, counts = _numbers(name, last_page_len), np.diff(ends)
         if last.shape != counts.shape:
-            raise ValueError(f"last_page_len: must have a number for each of indptr's {len(counts)} sequences: {last.shape=}")
+            raise ValueError(f"{name}: must have a number for each of {prefix}indptr's {len(counts)} sequences: {len(last)}")
         if (over := (counts > 0) & ((last < 0) | (last > size))).any():
             b = int(over.argmax())
-            raise ValueError(f"last_page_len: must be from 0 to page_size={size}: last_page_len[{b}]={last[b]}")
+            raise ValueError(f"{name}: must be from 0 to page_size={size}: {name}[{b}]={last[b]}")
         self.page_size = size
         xp, (indptr, last) = namespace(indices), (_beside(x, indices) for x in (indptr, last_page_len))
         lengths = ((indptr[1:] - indptr[:-1] - 1) * size + last).clip(0)
@@ -369,7 +370,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         refuse("fixed_split_size", fixed_split_size is not None, "disable_split_kv=True gives the same bits in any batch")
         items = prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None
         refuse("token_pos_in_items_ptr", items, "call attention.decode(.., mask=, aux=)")
-        where = self.paged(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        where = self.paged(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, "paged_kv_")
         tokens = int(_alike("qo_indptr", qo_indptr, "paged_kv_indptr", paged_kv_indptr)[-1])
         self.expect(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, tokens, q_data_type, kv_data_type, o_data_type)
         ends = self.keep("qo_indptr", _beside(qo_indptr, paged_kv_indices))
