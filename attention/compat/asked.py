@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+import attention
+
 ERRORS = TypeError, ValueError, NotImplementedError  # that name an argument
 
 
@@ -41,6 +43,21 @@ def integers(count: int, value: int, like: Any) -> Any:
     xp = namespace(like)
     where = {"device": like.device} if xp.__name__ == "torch" else {}
     return xp.full((count,), value, dtype=xp.int32, **where)
+
+
+def attend_heads_first(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    """attention.forward of (B, H, S, D), whose out and gradients lie as torch's do: as query does, its heads inside its tokens
+    where they are so in memory. Then x.transpose(1, 2) of an out is a view of (B, S, H D), without a copy."""
+    if len(query.shape) != 4 or not _heads_inside(query):
+        return attention.forward(query, key, value, layout="bhsd", **options)
+    found = attention.forward(*(x.swapaxes(1, 2) for x in (query, key, value)), **options)
+    return (found[0].swapaxes(1, 2), found[1]) if options.get("return_lse") else found.swapaxes(1, 2)
+
+
+def _heads_inside(x: Any) -> bool:
+    """Is (B, H, S, D) a view of memory in which tokens come before heads? JAX's arrays are no views."""
+    strides = x.stride() if hasattr(x, "stride") else getattr(x, "strides", None)
+    return strides is not None and abs(strides[1]) < abs(strides[2])
 
 
 def seeded(dropout: float, x: Any) -> dict[str, Any]:

@@ -12,6 +12,8 @@
 | disable_split_kv=True                            | splits=1                                                      |
 | return_lse=True: (out, lse), lse (total, H)      | return_lse=True, lse (B, H, Sq); in FlashInfer to the base 2  |
 
+What `plan` was told of arrays is held against those of `run`: heads, columns, tokens, page size, dtypes where they are named.
+
 Ragged keys are attention.forward's cu_seqlens_k: there out and lse have gradients. With pages, tensors that require grad are
 refused. What a call plans is its page table alone: kernels are planned by shapes. With
 use_cuda_graph=True the table lies in float_workspace_buffer, and `plan` writes into what `run` was captured with.
@@ -19,8 +21,11 @@ use_cuda_graph=True the table lies in float_workspace_buffer, and `plan` writes 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
+
+import numpy as np
 
 import attention
 
@@ -39,8 +44,10 @@ class _Planned:
         refuse("jit_args", jit_args is not None, "attention.decode(.., mask=, score=, aux=) takes functions in Python")
         self.workspace, self.heads_first, self.graph = float_workspace_buffer, kv_layout == "HND", use_cuda_graph
         self.kept: dict[str, Any] = {}  # what graphs have captured
-        self.page_size = 0
         self.told: dict[str, Any] | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}  # the last axes that q, k and v must have, by what was planned
+        self.dtypes: dict[str, str] = {}  # and their dtypes, where they were named
+        self.tokens = 0  # of q
 
     def end_forward(self) -> None:
         """Nothing is held that would have to be given back."""
@@ -73,15 +80,61 @@ class _Planned:
         scale = head_dim**-0.5 if sm_scale is None else sm_scale
         return {"causal": causal, "scale": scale} | asked(window=window, softcap=logits_soft_cap or None)
 
-    def paged(self, indptr: Any, indices: Any, last_page_len: Any, size: int) -> dict[str, Any]:
-        """decode's pages and lengths."""
-        for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-            if not hasattr(x, "shape"):
-                raise TypeError(f"{name}: must be an array of int32: {name}={x!r:.60}")
+    def expect(
+        self,
+        heads: int,
+        kv_heads: int,
+        columns: int,
+        columns_v: int | None,
+        tokens: int,
+        q_type: Any,
+        kv_type: Any,
+        o_type: Any,
+    ) -> None:
+        """Remember what `plan` says of the arrays that `run` will be given: `check` compares. ValueError."""
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"num_qo_heads: must be a multiple of num_kv_heads: {heads=}, {kv_heads=}")
+        self.tokens, of_values = tokens, columns_v or columns
+        self.shapes = {"q": (heads, columns), "k": (kv_heads, columns), "v": (kv_heads, of_values)}
+        named = {"q": q_type, "k": kv_type or q_type, "v": kv_type or q_type, "out": o_type}
+        self.dtypes = {name: _dtype(x) for name, x in named.items() if x is not None}
+
+    def check(self, q: Any, k: Any, v: Any, size: tuple[int, ...] = ()) -> None:
+        """ValueError: an array of `run` is not what was planned. size: of pages, as a tuple."""
+        rows = q.shape[0]
+        if rows != self.tokens and not (self.graph and rows > self.tokens):
+            raise ValueError(f"q: must have the {self.tokens} tokens that were planned: q.shape={tuple(q.shape)}")
+        for name, x in ("q", q), ("k", k), ("v", v):
+            planned = (*(() if name == "q" else size), *self.shapes[name])
+            if x.shape[1:] != planned:
+                axes = ("num_qo_heads" if name == "q" else "num_kv_heads"), ("head_dim_vo" if name == "v" else "head_dim")
+                said = ", ".join(("page_size", *axes)[-len(planned) :])
+                raise ValueError(
+                    f"{name}: must have ({said}) = {planned}, as was planned, in its last axes: {name}.shape={tuple(x.shape)}"
+                )
+            if name in self.dtypes and _dtype(x.dtype) != self.dtypes[name]:
+                asked_as = "q_data_type" if name == "q" else "kv_data_type"
+                raise ValueError(
+                    f"{name}: must be {self.dtypes[name]}, the {asked_as} that was planned: {name}.dtype={x.dtype}"
+                )
+        wanted, made = self.dtypes.get("out"), _dtype(q.dtype)
+        if wanted not in (None, made):
+            refuse("o_data_type", True, f"out has q's dtype, {made}, and o_data_type={wanted} was planned: convert it")
+
+    def paged(self, indptr: Any, indices: Any, last_page_len: Any, size: int, prefix: str = "") -> dict[str, Any]:
+        """decode's pages and lengths. prefix: of these arguments' names. ValueError: they do not fit each other."""
+        ends = _ends(f"{prefix}indptr", indptr, indices, f"{prefix}indices")
+        name = f"{prefix}last_page_len"
+        last, counts = _numbers(name, last_page_len), np.diff(ends)
+        if last.shape != counts.shape:
+            raise ValueError(f"{name}: must have a number for each of {prefix}indptr's {len(counts)} sequences: {len(last)}")
+        if (over := (counts > 0) & ((last < 0) | (last > size))).any():
+            b = int(over.argmax())
+            raise ValueError(f"{name}: must be from 0 to page_size={size}: {name}[{b}]={last[b]}")
         self.page_size = size
         xp, (indptr, last) = namespace(indices), (_beside(x, indices) for x in (indptr, last_page_len))
-        counts = indptr[1:] - indptr[:-1]
-        batch, most = len(counts), int(counts.max()) if len(counts) else 0
+        lengths = ((indptr[1:] - indptr[:-1] - 1) * size + last).clip(0)
+        batch, most = len(counts), int(counts.max(initial=0))
         place = indptr[:-1, None] + _beside(xp.arange(most, dtype=indptr.dtype), indices)[None]
         table = indices[place.clip(0, max(0, len(indices) - 1))]  # what a row has beyond its own pages is not read
         if self.graph:
@@ -92,15 +145,16 @@ class _Planned:
             pages = room[: batch * width].reshape(batch, width)
             pages[:, :most] = table
             table = pages
-        return {"pages": table, "lengths": self.keep("lengths", ((counts - 1) * size + last).clip(0))}
+        return {"pages": table, "lengths": self.keep("lengths", lengths)}
 
-    def caches(self, paged_kv_cache: Any) -> tuple[Any, Any]:
-        """(k, v), as (pages, page size, Hk, D)."""
+    def caches(self, q: Any, paged_kv_cache: Any) -> tuple[Any, Any]:
+        """(k, v), as (pages, page size, Hk, D), for these queries. ValueError: they are not as was planned."""
         k, v = paged_kv_cache if isinstance(paged_kv_cache, (tuple, list)) else (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
         k, v = (k.swapaxes(1, 2), v.swapaxes(1, 2)) if self.heads_first else (k, v)
-        if self.told is not None and len(k.shape) == 4 and k.shape[1] != self.page_size:
+        if len(k.shape) == 4 and k.shape[1] != self.page_size:
             planned = f"page_size={self.page_size} and {'HND' if self.heads_first else 'NHD'} were planned"
             raise ValueError(f"paged_kv_cache: has pages of {k.shape[1]} tokens, and {planned}")
+        self.check(q, k, v, (self.page_size,))
         return k, v
 
     def options(self, q_scale: Any, k_scale: Any, window_left: int | None, sinks: Any) -> dict[str, Any]:
@@ -113,6 +167,43 @@ class _Planned:
         if window_left is not None:
             told["window"] = None if window_left < 0 else (window_left, None)
         return told | {"scale": told["scale"] * (q_scale or 1.0) * (k_scale or 1.0)}
+
+
+def _numbers(name: str, x: Any) -> np.ndarray:
+    """A small array of integers in host memory, for which the host waits. TypeError."""
+    if not hasattr(x, "shape"):
+        raise TypeError(f"{name}: must be an array of int32: {name}={x!r:.60}")
+    found = np.asarray(x.cpu() if hasattr(x, "cpu") else x.get() if hasattr(x, "get") else x)
+    if found.ndim != 1 or found.dtype.kind != "i":
+        raise TypeError(
+            f"{name}: must be an array of int32 with one axis: {name}.shape={found.shape}, {name}.dtype={found.dtype}"
+        )
+    return found
+
+
+def _ends(name: str, indptr: Any, of: Any = None, its_name: str = "") -> np.ndarray:
+    """Where sequences begin and end in `of`, in host memory. ValueError: they do not rise from 0, or end behind it."""
+    ends = _numbers(name, indptr)
+    if not len(ends) or ends[0] or (np.diff(ends) < 0).any():
+        raise ValueError(f"{name}: must begin with 0 and not fall: {name}={np.array2string(ends, threshold=8)}")
+    if its_name and ends[-1] > len(of):
+        raise ValueError(f"{name}: must not end behind {its_name}: {name}[-1]={ends[-1]}, len({its_name})={len(of)}")
+    return ends
+
+
+def _alike(name: str, indptr: Any, other_name: str, other: Any) -> np.ndarray:
+    """_ends, of as many sequences as another one. ValueError."""
+    ends = _ends(name, indptr)
+    if len(ends) != len(other):
+        raise ValueError(f"{name}: must have as many ends as {other_name}: len({name})={len(ends)}, {len(other)}")
+    return ends
+
+
+@functools.lru_cache
+def _dtype(x: Any) -> str:
+    """The name of a dtype: torch's, NumPy's, or a name, as FlashInfer takes it."""
+    name = x if isinstance(x, str) else str(x) if type(x).__module__ == "torch" else np.dtype(x).name
+    return {"half": "float16"}.get(name := name.removeprefix("torch."), name)
 
 
 def _beside(x: Any, like: Any) -> Any:
@@ -181,7 +272,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         """The pages of each sequence: indices[indptr[b] : indptr[b + 1]], of which the last has last_page_len[b] keys."""
         refuse("fixed_split_size", fixed_split_size is not None, "disable_split_kv=True gives the same bits in any batch")
         where = self.paged(indptr, indices, last_page_len, page_size)
-        several = q_len_per_req or 1
+        several, q_type, kv_type = q_len_per_req or 1, q_data_type or data_type, kv_data_type or data_type
+        tokens = len(where["lengths"]) * several
+        self.expect(num_qo_heads, num_kv_heads, head_dim, None, tokens, q_type, kv_type, o_data_type)
         scores = self.scores(several > 1, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim)
         self.told, self.each = where | scores | asked(splits=1 if disable_split_kv else None), several
 
@@ -203,10 +296,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Planned):
         sinks: Any = None,
     ) -> Any:
         """out (B, H, D), or with return_lse=True (out, lse), lse (B, H) to the base 2; q (B, H, D)."""
-        told, (total, heads, columns) = self.options(q_scale, k_scale, window_left, sinks), q.shape
+        told = self.options(q_scale, k_scale, window_left, sinks)
+        k, v = self.caches(q, paged_kv_cache)
+        total, heads, columns = q.shape
         rows = -1 if total else 0, self.each, heads
         result = {} if out is None else {"out": out.reshape(*rows, out.shape[-1])}
-        k, v = self.caches(paged_kv_cache)
         found = attention.decode(q.reshape(*rows, columns), k, v, return_lse=return_lse, **told, **result)
         made, sums = found if return_lse else (found, None)
         made = made.reshape(1, total, heads, made.shape[-1])
@@ -276,7 +370,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         refuse("fixed_split_size", fixed_split_size is not None, "disable_split_kv=True gives the same bits in any batch")
         items = prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None
         refuse("token_pos_in_items_ptr", items, "call attention.decode(.., mask=, aux=)")
-        where = self.paged(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        where = self.paged(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, "paged_kv_")
+        tokens = int(_alike("qo_indptr", qo_indptr, "paged_kv_indptr", paged_kv_indptr)[-1])
+        self.expect(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, tokens, q_data_type, kv_data_type, o_data_type)
         ends = self.keep("qo_indptr", _beside(qo_indptr, paged_kv_indices))
         causal = causal and custom_mask is None
         scores = self.scores(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim_qk)
@@ -302,7 +398,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
     ) -> Any:
         """out (total, H, D), or with return_lse=True (out, lse), lse (total, H) to the base 2; q (total, H, D)."""
         told = self.options(q_scale, k_scale, window_left, sinks) | ({} if out is None else {"out": out[None]})
-        k, v = self.caches(paged_kv_cache)
+        k, v = self.caches(q, paged_kv_cache)
         found = attention.decode(q[None], k, v, return_lse=return_lse, **told)
         return _given(found, out, lse, return_lse, v_scale)
 
@@ -359,6 +455,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Planned):
         refuse("token_pos_in_items_ptr", items, "call attention.forward(.., mask=, aux=)")
         causal = causal and custom_mask is None
         scores = self.scores(causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, head_dim_qk)
+        self.keys, of_q = int(_ends("kv_indptr", kv_indptr)[-1]), _alike("qo_indptr", qo_indptr, "kv_indptr", kv_indptr)
+        self.expect(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, int(of_q[-1]), q_data_type, kv_data_type, o_data_type)
         ends, ends_k = self.keep("qo_indptr", qo_indptr), self.keep("kv_indptr", kv_indptr)
         masked = {} if custom_mask is None else _masked(custom_mask, ends, ends_k[1:] - ends_k[:-1], self.keep)
         self.told = {"cu_seqlens": ends, "cu_seqlens_k": ends_k} | scores | masked
@@ -382,6 +480,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Planned):
         """out (total, H, D), or with return_lse=True (out, lse), lse (total, H) to the base 2; q (total, H, D)."""
         told = self.options(q_scale, k_scale, None, None) | ({} if out is None else {"out": out[None]})
         k, v = (x.swapaxes(0, 1) if self.heads_first else x for x in (k, v))
+        self.check(q, k, v)
+        for name, x in ("k", k), ("v", v):
+            if x.shape[0] != self.keys and not (self.graph and x.shape[0] > self.keys):
+                raise ValueError(f"{name}: must have the {self.keys} tokens that were planned: {name}.shape={tuple(x.shape)}")
         found = attention.forward(q[None], k[None], v[None], return_lse=return_lse, **told)
         return _given(found, out, lse, return_lse, v_scale)
 
@@ -396,5 +498,7 @@ def _masked(bits: Any, ends: Any, keys: Any, keep: Any) -> dict[str, Any]:
     if len(bits) >= MOST_BITS:
         raise ValueError(f"custom_mask: must have fewer than 2**24 bits; use attention.decode(.., mask=): {len(bits)=}")
     sizes = (ends[1:] - ends[:-1]) * keys
+    if len(bits) != (wanted := int(sizes.sum())):
+        raise ValueError(f"custom_mask: must have a bit for each query token and key of each sequence, {wanted}: {len(bits)=}")
     first = sizes.cumsum(0) - sizes
     return {"mask": _allowed, "aux": (keep("custom_mask", bits), keep("first bits", first), keep("keys", keys))}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import attention
 
-from .asked import ERRORS, asked, refuse, rename
+from .asked import ERRORS, asked, attend_heads_first, refuse, rename
 from .captured import freed
 
 THEIRS = {"q": "query", "k": "key", "v": "value", "mask": "mask_mod", "score": "score_mod", "blocks": "block_mask"}  # in errors
@@ -60,7 +60,7 @@ def flex_attention(
     block_mask, lists = block_mask if isinstance(block_mask, Listed) else (block_mask, None)
     options = _options(score_mod, block_mask) | asked(scale=scale, return_lse=return_lse or None, blocks=lists)
     try:
-        return attention.forward(query, key, value, **options)
+        return attend_heads_first(query, key, value, **options)
     except ERRORS as error:
         rename(error, THEIRS)
         raise
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
 def listed(query: Any, key: Any, value: Any, block_mask: Any, score_mod: Callable | None = None) -> Listed:
     """What flex_attention takes as block_mask in many calls on arrays of these shapes, and with a score_mod or without one as
     here, so that its blocks are not listed anew in each: attention.block_lists. What its mask captures must stay as it is."""
-    return Listed(block_mask, attention.block_lists(query, key, value, **_options(score_mod, block_mask)))
+    return Listed(block_mask, attention.block_lists(query, key, value, layout="bhsd", **_options(score_mod, block_mask)))
 
 
 def _options(score_mod: Any, block_mask: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _options(score_mod: Any, block_mask: Any) -> dict[str, Any]:
         raise TypeError(f"block_mask: must be a BlockMask; {cure}: {block_mask=!r:.60}")
     mask = None if block_mask is None else block_mask.mask_mod
     functions, aux = freed({"mask": _own(mask, "noop_mask"), "score": _own(score_mod, "_identity")})
-    return functions | asked(blocks=_blocks(block_mask), aux=aux or None) | {"layout": "bhsd"}
+    return functions | asked(blocks=_blocks(block_mask), aux=aux or None)
 
 
 def _own(function: Any, nothing: str) -> Any:

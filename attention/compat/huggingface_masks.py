@@ -14,7 +14,8 @@ stands at the last key and all keys up to a query's place are seen. Otherwise it
 
 window: how many keys up to its place a query sees; 1 says all. As window and kind are extents, the integers being expanded, the
 host and torch.compile know them without a look at memory. Where padding lies between tokens, and for masks that are none of
-these, it is sdpa's mask after all.
+these, it is sdpa's mask after all; as uint8 if there is no padding, for then positions may say which documents there are, while
+beside padding, or a mask of the caller's, they do not.
 """
 
 from __future__ import annotations
@@ -74,14 +75,40 @@ def mask_of(
     if seen and seen.window != 1:
         return _small(seen, batch_size, device)
     others |= {"allow_is_causal_skip": False, "device": device, "attention_mask": attention_mask}
-    return masking_utils.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **others)
+    made = masking_utils.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **others)
+    return made.view(torch.uint8) if attention_mask is None else made
+
+
+def documents_of(position_ids: Any) -> Any:
+    """The number of each token's document (B or 1, tokens), int32: one begins where a position is not above the one before;
+    None: there is one document. To see that the host reads memory once for all layers that get this tensor, until it is written
+    anew. While torch.compile or a CUDA graph records, nothing can be read, and all positions are documents."""
+    recorded = torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+    version = None if recorded or position_ids.is_inference() else position_ids._version  # inference tensors count no writes
+    if version is not None and (kept := getattr(position_ids, "documents", None)) and kept[0] == version:
+        return kept[1]
+    if is_tracing(position_ids):  # which takes the host longer than all of the above
+        recorded, version = True, None
+    begins = position_ids[:, 1:] <= position_ids[:, :-1]
+    documents = None
+    if recorded or begins.any():
+        documents = torch.nn.functional.pad(begins.cumsum(1, dtype=torch.int32), (1, 0))
+    if version is not None:
+        position_ids.documents = version, documents
+    return documents
+
+
+def split_documents(mask: Any, position_ids: Any) -> Any:
+    """sdpa's mask (B or 1, 1, tokens, tokens), and no key of another document. position_ids (B or 1, tokens)."""
+    documents = documents_of(position_ids)
+    return mask if documents is None else mask & (documents[:, None, :, None] == documents[:, None, None])
 
 
 def read(mask: Any) -> Seen | None:
     """What a mask of ours says; of others, truth values and what is added to scores, None."""
     if mask is None:
         return Seen()
-    if mask.dtype == torch.bool or mask.dtype.is_floating_point:
+    if mask.dtype in (torch.bool, torch.uint8) or mask.dtype.is_floating_point:
         return None
     if not torch.compiler.is_compiling() and hasattr(mask, "seen"):
         return mask.seen

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import attention
-
-from .asked import ERRORS, asked, namespace, refuse, rename, seeded
+from .asked import ERRORS, asked, attend_heads_first, namespace, refuse, rename, seeded
 
 THEIRS = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 
@@ -31,27 +29,36 @@ def scaled_dot_product_attention(
     | attn_mask of floats                         | bias                                                         |
     | attn_mask of booleans, true where seen      | bias of 0 and -inf                                           |
     | is_causal: aligned at the top left          | causal where Sq = Sk; `top_left` says how otherwise          |
+    | causal_upper_left, causal_lower_right       | the same; causal                                             |
     | dropout_p                                   | dropout; the seed is drawn, see `asked.seeded`               |
     | enable_gqa                                  | not needed: heads are always shared                          |
 
-    A query that sees no key gives 0. A mask in Python costs no memory and skips blocks: attention.forward(.., mask=..)."""
+    The result's heads lie inside its tokens where query's do, as in x.transpose(1, 2), and gradients as the result. A query
+    that sees no key gives 0. A mask in Python costs no memory and skips blocks: attention.forward(.., mask=..)."""
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask: must be None with is_causal=True")
     refuse("query", query.ndim not in (3, 4), "reshape query, key and value to (B, H, S, D)")
+    stand_in = type(attn_mask).__module__ == "torch.nn.attention.bias"  # a CausalBias, whose elements nobody has written
     if query.ndim == 3:
-        attn_mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask[:, None]
+        attn_mask = attn_mask if attn_mask is None or stand_in or attn_mask.ndim < 3 else attn_mask[:, None]
         found = scaled_dot_product_attention(
             query[:, None], key[:, None], value[:, None], attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return found[:, 0]
     options = asked(scale=scale) | seeded(dropout_p, query)
-    if attn_mask is not None:
+    if stand_in:
+        of, sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[2], key.shape[2])
+        if of != sizes:
+            raise ValueError(f"attn_mask: must be a CausalBias of query's and key's tokens, {sizes}: it is of {of}")
+        is_causal = attn_mask.variant.name == "UPPER_LEFT"
+        options |= {} if is_causal else {"causal": True}
+    elif attn_mask is not None:
         options["bias"] = as_bias(attn_mask, key.shape[2])
     if is_causal:
         key, value, more = top_left(query.shape[2], key, value)
         options |= more
     try:
-        return attention.forward(query, key, value, layout="bhsd", **options)
+        return attend_heads_first(query, key, value, **options)
     except ERRORS as error:
         rename(error, THEIRS)
         raise

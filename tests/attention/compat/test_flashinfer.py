@@ -154,6 +154,88 @@ def test_what_cannot_be_served_says_so():
         wrapper.run(np.zeros((1, 1, 32), BF16), np.zeros((1, 2, 4, 1, 32), BF16))
 
 
+def planned(which, **changes):
+    """(a wrapper whose plan is (9, 5) keys, of which 3 and 2 are queries, or what `changes` say; what its run takes)"""
+    both, cache, *where = paged(lambda *shape: np.ones(shape, BF16), (9, 5))
+    told = dict(num_qo_heads=HEADS, num_kv_heads=KV_HEADS) | (dict(page_size=SIZE) if which != "Ragged" else {})
+    if which == "Decode":
+        names = "indptr", "indices", "last_page_len"
+        wrapper, q = flashinfer.BatchDecodeWithPagedKVCacheWrapper(None), 2
+        told |= dict(zip(names, where)) | {"head_dim": COLUMNS}
+    else:
+        names = "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+        wrapper, q = getattr(flashinfer, f"BatchPrefillWith{which}KVCacheWrapper")(None), 5
+        told |= {"head_dim_qk": COLUMNS, "qo_indptr": np.array([0, 3, 5], np.int32)}
+        told |= dict(zip(names, where)) if which == "Paged" else {"kv_indptr": np.array([0, 9, 14], np.int32)}
+    short = {"head_dim": "head_dim_qk", "indptr": "paged_kv_indptr" if which == "Paged" else "kv_indptr"}
+    wrapper.plan(**told | {name if name in told else short.get(name, name): x for name, x in changes.items()})
+    kv = [cache] if which != "Ragged" else [np.concatenate(x) for x in zip(*both)]
+    return wrapper, [np.ones((q, HEADS, COLUMNS), BF16), *kv]
+
+
+WRAPPERS = "Decode", "Paged", "Ragged"
+
+
+@pytest.mark.parametrize("which", WRAPPERS)
+def test_arrays_that_are_not_as_planned(which, monkeypatch):
+    """Are refused by run, by name and with their values, before anything else is done."""
+    for name in "decode", "forward":
+        monkeypatch.setattr(flashinfer.attention, name, lambda *_, **__: pytest.fail("was called"))
+    heads = {"Decode": r"\(2, 4, 32\)"}.get(which, r"\(5, 4, 32\)")
+    for changes, said in [
+        ({"head_dim": 64}, rf"^q: must have \(num_qo_heads, head_dim\) = \(4, 64\), as was planned, .* q.shape={heads}"),
+        ({"num_qo_heads": 8}, r"^q: must have .* = \(8, 32\)"),
+        ({"num_kv_heads": 1}, r"^k: must have \((page_size, )?num_kv_heads, head_dim\) = \((8, )?1, 32\), .* k.shape="),
+        ({"q_data_type": "float16"}, "^q: must be float16, the q_data_type that was planned: q.dtype=bfloat16"),
+        ({"q_data_type": BF16, "kv_data_type": np.float16}, "^k: must be float16, the kv_data_type .* k.dtype=bfloat16"),
+    ]:
+        wrapper, given = planned(which, **changes)
+        with pytest.raises(ValueError, match=said):
+            wrapper.run(*given)
+    wrapper, (q, *rest) = planned(which)
+    for wrong in q[1:], np.concatenate([q, q]):
+        with pytest.raises(ValueError, match=rf"^q: must have the {len(q)} tokens that were planned: q.shape=\({len(wrong)}, "):
+            wrapper.run(wrong, *rest)
+    wrapper, given = planned(which, o_data_type=np.float32)
+    with pytest.raises(
+        NotImplementedError, match="^o_data_type: is not served; out has q's dtype, bfloat16, and o_data_type=f"
+    ):
+        wrapper.run(*given)
+    if which == "Ragged":
+        wrapper, (q, k, v) = planned(which, head_dim_vo=16)
+        with pytest.raises(ValueError, match=r"^v: must have \(num_kv_heads, head_dim_vo\) = \(2, 16\)"):
+            wrapper.run(q, k, v)
+        with pytest.raises(ValueError, match=r"^k: must have the 14 tokens that were planned: k.shape=\(13, 2, 32\)"):
+            planned(which)[0].run(q, k[1:], v)
+
+
+@pytest.mark.parametrize("which", WRAPPERS)
+def test_plans_that_contradict_themselves(which):
+    ends = lambda *numbers: np.array(numbers, np.int32)
+    cases = [
+        ({"num_qo_heads": 3}, "^num_qo_heads: must be a multiple of num_kv_heads: heads=3, kv_heads=2"),
+        ({"indptr": ends(1, 2, 3)}, "indptr: must begin with 0 and not fall"),
+        ({"indptr": ends(0, 2, 1)}, r"indptr: must begin with 0 and not fall: \w+=\[0 2 1\]"),
+    ]
+    if which != "Ragged":
+        its = "" if which == "Decode" else "paged_kv_"
+        last = f"{its}last_page_len"
+        cases += [
+            ({"indptr": ends(0, 2, 9)}, rf"^{its}indptr: must not end behind {its}indices: {its}indptr\[-1\]=9, .*=3"),
+            ({last: ends(1)}, f"^{last}: must have a number for each of {its}indptr's 2 sequences: 1"),
+            ({last: ends(1, SIZE + 1)}, rf"^{last}: must be from 0 to page_size=8: {last}\[1\]=9"),
+        ]
+    if which != "Decode":
+        bits = np.ones(3 * 9 + 2 * 5 + 1, bool)
+        cases += [
+            ({"qo_indptr": ends(0, 5)}, r"^qo_indptr: must have as many ends as \w+: len\(qo_indptr\)=2, 3"),
+            ({"custom_mask": bits}, "^custom_mask: must have a bit for each query token .*, 37: len.bits.=38"),
+        ]
+    for changes, said in cases:
+        with pytest.raises(ValueError, match=said):
+            planned(which, **changes)
+
+
 @pytest.mark.gpu
 def test_on_the_card(card, draw):
     """A captured graph serves plans that come later."""

@@ -16,7 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 import attention  # noqa: E402
 from attention.compat import huggingface, huggingface_linear  # noqa: E402
-from attention.compat.huggingface_masks import mask_of, read  # noqa: E402
+from attention.compat.huggingface_masks import documents_of, mask_of, read  # noqa: E402
 
 VOCABULARY, PROMPT, NEW, PAD = 64, 20, 5, 3
 COMMON = dict(
@@ -167,18 +167,58 @@ def test_trains_as_eager(name):
     check_trains(name, "cpu", padded=name in ("llama", "gpt_oss"))
 
 
-def test_packed_sequences_are_apart():
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # whose masks hear of positions, and do not
+@pytest.mark.parametrize("cached", [False, True])  # where no mask hears of them
+def test_packed_sequences_are_apart(name, cached):
     """Positions that begin anew are documents, and so are ends; each gives what it gives alone."""
-    ours, low, exact = models("llama")
+    ours, low, exact = models(name)
     ids, _ = prompts(padded=False)
     lengths = 9, PROMPT - 9
     positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
     with torch.no_grad():
         alone = [torch.cat([m(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1) for m in (low, exact)]
-        check_close(ours(ids, position_ids=positions, use_cache=False).logits, *alone)
+        check_close(ours(ids, position_ids=positions, use_cache=cached).logits, *alone)
         ends = torch.tensor([0, 9, PROMPT], dtype=torch.int32)
-        told = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=False)
+        told = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=11, max_length_k=11, use_cache=cached)
         check_close(ours(ids[:1], position_ids=positions[:1], **told).logits, *[x[:1] for x in alone])
+
+
+def test_positions_are_read_once(monkeypatch):
+    """Of all layers, until they are written anew; in inference mode torch counts no writes. Where graphs are made none is."""
+    reads, positions = [], torch.tensor([[0, 1, 2, 0, 1, 5, 6, 6]])
+    monkeypatch.setattr(torch.Tensor, "any", lambda x, any=torch.Tensor.any: reads.append(x) or any(x))
+    assert documents_of(positions).tolist() == documents_of(positions).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2]]
+    assert len(reads) == 1 and documents_of(positions).dtype == torch.int32
+    positions.copy_(torch.arange(8))
+    assert documents_of(positions) is documents_of(positions) is None and len(reads) == 2
+    with torch.inference_mode():
+        positions = torch.arange(5, 13)[None]
+        assert documents_of(positions) is None
+        positions[:, 4:] = torch.arange(4)
+        assert documents_of(positions).tolist() == [[0] * 4 + [1] * 4]
+    reads.clear()
+    traced = torch.compile(lambda x: documents_of(x) + 0, fullgraph=True, backend="eager")
+    assert traced(torch.arange(8)[None]).tolist() == [[0] * 8] and not reads
+
+
+def test_what_positions_say_and_do_not_say():
+    """Nothing do those of tokens behind a cache, of other axes than the tokens', and beside a mask of the caller's."""
+    q, k, v = (torch.randn(1, heads, 8, 16).bfloat16() for heads in (4, 2, 2))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    layer = dict(is_causal=True)
+    whole, apart = attended(layer, q, k, v), attended(layer, q, k, v, position_ids=packed)
+    each = [attended(layer, *(x[:, :, part] for x in (q, k, v))) for part in (slice(4), slice(4, 8))]
+    torch.testing.assert_close(apart, torch.cat(each, 1), atol=0.02, rtol=0.02)
+    twice = [x.expand(2, -1, -1, -1) for x in (q, k, v)]  # of one row of positions, as models make them
+    assert torch.equal(attended(layer, *twice, position_ids=packed), apart.expand(2, -1, -1, -1))
+    seen = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    assert torch.equal(attended(layer, q, k, v, seen, position_ids=packed), attended(layer, q, k, v, seen))
+    ours = mask_of(1, 8, 8, mask_function=FUNCTIONS["chunked of 20"])
+    torch.testing.assert_close(attended(layer, q, k, v, ours, position_ids=packed), apart, atol=0.02, rtol=0.02)
+    for positions in packed[0], packed.expand(3, 1, 8), packed[:, :4], torch.arange(8)[None]:
+        assert torch.equal(attended(layer, q, k, v, position_ids=positions), whole)
+    behind = attended(layer, q[:, :, 4:], k, v, position_ids=packed[:, 4:])
+    torch.testing.assert_close(behind, whole[:, 4:], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("of", ["holes", "truth values", "truth values of heads", "floats"])
@@ -198,9 +238,9 @@ def test_other_masks_are_served(of):
         check_close(*[m(ids, attention_mask=x, use_cache=False).logits[rows] for m, x in zip((ours, low, exact), masks)])
 
 
-def attended(layer, *qkv, mask=None, **options):
+def attended(layer, q, k, v, mask=None, **options):
     """What the layer's function gives."""
-    out, weights = huggingface.attend(SimpleNamespace(**layer), *qkv, mask, **options)
+    out, weights = huggingface.attend(SimpleNamespace(**layer), q, k, v, mask, **options)
     assert weights is None
     return out.float()
 
@@ -227,7 +267,7 @@ def test_norms_in_float32_are_rounded_and_the_rest_is_refused():
     q, k, v = torch.randn(3, 1, 2, 4, 16).bfloat16()
     found = attended({}, q.float(), k.float(), v)
     assert torch.equal(found, attended({}, q, k, v))
-    for refused in dict(output_attentions=True), dict(cache=object()):
+    for refused in dict(output_attentions=True), dict(cache=object()), dict(indices=q), dict(block_indices=q):
         with pytest.raises(NotImplementedError, match=f"{next(iter(refused))}: is not served"):
             attended({}, q, k, v, **refused)
     with pytest.raises(
@@ -248,8 +288,8 @@ def test_recurrent_layers_are_replaced_once():
 # ---- masks -----------------------------------------------------------------------------------------------------------
 def opened(mask, queries, keys, place, begin):
     """A mask of ours as sdpa's: which keys each query sees."""
-    if mask is not None and mask.dtype == torch.bool:
-        return mask
+    if mask is not None and mask.dtype in (torch.bool, torch.uint8):
+        return mask.view(torch.bool)
     seen = read(mask)
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
     end = torch.full((2,), keys) if seen.end is None else seen.end
@@ -266,6 +306,7 @@ def opened(mask, queries, keys, place, begin):
 
 MASKS = {"all": ((), ()), "left": ((0, 3), ()), "right": ((), (2, 0)), "both": ((2, 0), (0, 3)), "hole": ((), (), (5, 7))}
 FUNCTIONS = {
+    "chunked of 20": masking_utils.chunked_causal_mask_function(20, torch.zeros(2, dtype=torch.long)),
     "causal": masking_utils.causal_mask_function,
     "window": masking_utils.sliding_window_causal_mask_function(6),
     "window of one": masking_utils.sliding_window_causal_mask_function(1),
@@ -304,7 +345,7 @@ def test_masks_say_what_transformers_masks_say(function, padding):
             and not (padding in ("right", "both") and queries < 5)
         )
         if run:
-            assert made is None or made.dtype != torch.bool
+            assert made is None or made.dtype == torch.int32
 
 
 def test_masks_of_documents():
@@ -352,6 +393,16 @@ def test_compiled_whole():
         torch._dynamo.reset()
         ours.forward = compiled
         assert torch.equal(ours.generate(ids, **told), expected)
+
+
+def test_compiled_packed():
+    """A graph cannot read positions, and torch.compile does not say what gpt-oss' masks hold: documents are apart still."""
+    ours, ids = models("gpt_oss")[0], prompts(padded=False)[0]
+    compiled = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for positions in torch.arange(PROMPT)[None] % 9, torch.arange(PROMPT)[None]:
+            one, other = (f(ids, position_ids=positions.clone(), use_cache=False).logits for f in (compiled, ours))
+            torch.testing.assert_close(one, other)
 
 
 # ---- on the card: few, for each compiles kernels of its own ------------------------------------------------------------

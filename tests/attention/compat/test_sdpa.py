@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from eager import attend
 
+from attention.compat.flex import flex_attention
 from attention.compat.sdpa import scaled_dot_product_attention
 
 
@@ -80,6 +81,62 @@ def test_torch_on_the_cpu(calls):
         np.testing.assert_allclose(scaled_dot_product_attention(q, k, k, **options), expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("axes", [3, 4])
+def test_causal_biases(axes, calls):
+    """torch's stand-ins for masks: tensors whose elements mean nothing."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import bias
+
+    q, k = torch.randn(2, 4, 5, 8)[(0,) * (4 - axes)], torch.randn(2, 4, 7, 8)[(0,) * (4 - axes)]
+    for made, diagonal in (bias.causal_upper_left, 0), (bias.causal_lower_right, 2):
+        see = torch.ones(5, 7, dtype=torch.bool).tril(diagonal)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, see)
+        found = scaled_dot_product_attention(q, k, k, made(5, 7))
+        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match=r"^attn_mask: must be a CausalBias of .*, \(5, 7\): it is of \(5, 8\)"):
+            scaled_dot_product_attention(q, k, k, made(5, 8))
+
+
+def flat(x):
+    """(B, S, H D), a view."""
+    return x.transpose(1, 2).view(x.shape[0], x.shape[2], -1)
+
+
+@pytest.mark.parametrize("attend", [scaled_dot_product_attention, flex_attention])
+def test_results_lie_as_queries_do(attend):
+    """Also what a compiled graph expects of them, gradients, and with keys that lie otherwise."""
+    torch = pytest.importorskip("torch")
+    x = torch.randn(2, 5, 3, 16, dtype=torch.bfloat16)
+    q, k = x.requires_grad_().transpose(1, 2), torch.randn(2, 1, 7, 16, dtype=torch.bfloat16, requires_grad=True)
+    out = attend(q, k, k)
+    same = attend(q.contiguous(), k, k)
+    assert out.stride() == q.stride() and same.is_contiguous() and torch.equal(out, same)
+    of_q, of_k = torch.autograd.grad(flat(out).sum(), (q, k))
+    assert of_q.stride() == q.stride() and torch.equal(of_k, torch.autograd.grad(same.sum(), k)[0])
+    graph = torch.compile(lambda *qkv: flat(attend(*qkv)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(graph(q, k, k), flat(out))
+    with torch.no_grad():
+        assert torch.equal(graph(q, k, k), flat(out))
+    q, k = q.detach(), k.detach()
+    with torch._subclasses.FakeTensorMode() as mode:
+        q, k = map(mode.from_tensor, (q, k))
+        assert attend(q, k, k).stride() == q.stride() and attend(q.contiguous(), k, k).is_contiguous()
+
+
+def test_results_of_views_of_arrays(calls, draw):
+    """NumPy's, also where one axis has one element, or none; JAX's lie in the order of their axes always."""
+    for shape in (2, 5, 3, 8), (2, 1, 3, 8), (2, 5, 1, 8):
+        q = draw(shape).swapaxes(1, 2)
+        out = scaled_dot_product_attention(q, q, q)
+        assert out.swapaxes(1, 2).flags.c_contiguous and out.shape == q.shape
+        close(out, attend(q, q, q)[0])
+    out, lse = flex_attention(q, q, q, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    jnp = pytest.importorskip("jax.numpy")
+    q = jnp.ones((1, 2, 3, 8)).swapaxes(1, 2)
+    assert scaled_dot_product_attention(q, q, q).shape == (1, 3, 2, 8)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 @pytest.mark.parametrize(("rows", "cols"), [(200, 200), (130, 300), (300, 130)])
@@ -97,6 +154,10 @@ def test_on_the_card(rows, cols, family, monkeypatch):
     see = torch.rand(2, 1, rows, cols, device="cuda") > 0.2
     add = torch.randn(1, 4, rows, cols, device="cuda", dtype=torch.bfloat16)
     for options in {}, {"is_causal": True}, {"attn_mask": see}, {"attn_mask": add}:
+        view = q.transpose(1, 2).contiguous().transpose(1, 2)
+        for _ in range(4):  # calls that are repeated are served by a function made for their form
+            one, other = (scaled_dot_product_attention(x, k, v, **options, enable_gqa=True) for x in (q, view))
+            assert one.is_contiguous() and other.stride() == view.stride() and torch.equal(one, other)
         exact = {name: x.double() if name == "attn_mask" and x.dtype != torch.bool else x for name, x in options.items()}
         ref = theirs(q.double(), k.double(), v.double(), **exact, enable_gqa=True)
         low = theirs(q, k, v, **options, enable_gqa=True).float()
