@@ -9,7 +9,6 @@ It also takes what TMA cannot: bases and strides of 8, 4 or 2 bytes, by as many 
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, full, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
+from ops import divmod, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
@@ -26,7 +25,6 @@ from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 from .base_config import BaseConfig, in_pages
 from .online import Softmax
-from .tiling import clear_ahead, clear_behind
 from .variants import At, Variant
 from .visible_keys import CAUSAL, FULL
 
@@ -163,17 +161,10 @@ def make(config: Config):
         head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        block, batch, head = sequences.find(block, pair, heads, given)
-        warp = int32(cuda.threadIdx.x // 32)
-        if sequences.packed and not JOINS:
-            some, row = sequences.nobodys(block, batch, given)
-            if some:
-                row = int32(row + BAND * warp)
-                store(gO, zeros(O), (int32(0), row, head, 0), 1, 3)
-                store(gLse, full(O.col_vec, -math.inf), (int32(0), head, row))
+        (block, batch, head), warp = sequences.find(block, pair, heads, given), int32(cuda.threadIdx.x // 32)
+        sequences.clear_nobodys(O, gO, gLse, block, batch, head, BAND * warp, JOINS, given)
         if sequences.has(block, batch, given):
-            own = sequences.sequence(batch, given)
-            kv_head, _ = divmod(head, group)
+            own, (kv_head, _) = sequences.sequence(batch, given), divmod(head, group)
             shift, first = own.keys - own.queries, ROWS * block + BAND * warp
             stands = At(batch, head, first, shift, own.queries, own.keys, given, aux, 0)
             at = stands._replace(kept=variant.keep(stands))
@@ -204,10 +195,7 @@ def make(config: Config):
                 held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, at), kv_head, n, given, PIECE)
                 if i < every.cut:
                     s = tiling.mask(variant.score_near(s, at, key), at, key)
-                    if i == every.cut - 1:
-                        clear_ahead(values, every.ahead, GROUPS)
-                    if i == 0:
-                        clear_behind(values, every.behind, GROUPS)
+                    every.clear(values, i, GROUPS)
                     below = variant.below_near(s, at, key)
                 else:
                     s = variant.score(s, at, key)

@@ -11,8 +11,6 @@ from ops import warpgroup
 from tiles import fp8e4m3, gl, inlined, ring, st, static
 from tiles.arguments import tiled
 
-from .tiling import clear_ahead, clear_behind
-
 
 class Values(NamedTuple):
     """Two rings of tiles of V: as they are loaded, and transposed, as they are multiplied."""
@@ -59,9 +57,7 @@ class ByProducer:
         tile = values.copied.wait(j)
         if j == 0:
             sequences.clear(tile, keys, 1)
-            clear_behind(tile, every.behind, 1)
-        if j == max(1, every.cut) - 1:
-            clear_ahead(tile, every.ahead, 1)
+        every.clear(tile, j, 1)
         warpgroup.transpose_zipped(values.turned.claim(j), tile)
         values.turned.publish(j, fenced=True)
         values.copied.release(j)

@@ -1,10 +1,11 @@
 """How sequences lie in memory, as objects with the same methods: which rows of q, k and v a tile has."""
 
+import math
 from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import divmod, warpgroup
+from ops import divmod, full, store, warpgroup, zeros
 from tiles import inlined, static
 from tiles.arguments import ENDS, INT
 
@@ -98,6 +99,11 @@ class Batched:
         """(whether rows of a tile of queries lie behind the last sequence, the first of them in the batch). Tiles that the last
         sequence does not need go on to the end of the batch."""
         return False, int32(0)
+
+    @inlined
+    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, joins, given):
+        """Write 0, and -inf like that of a row which sees no key, to these rows: a warp's, `mine` rows behind the first, unless
+        the output `joins` what is there. tile: the type of a warp's output."""
 
     @inlined
     def nobodys_keys(self, key, batch, rows, given):
@@ -201,6 +207,13 @@ class Packed(Batched):
     @inlined
     def nobodys(self, block, batch, given):
         return _behind_the_last(self.rows * block, batch, self.rows, given.ends)
+
+    @inlined
+    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, joins, given):
+        some, row = self.nobodys(block, batch, given)
+        if some and not joins:
+            store(gO, zeros(tile), (int32(0), int32(row + mine), head, 0), 1, 3)
+            store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, int32(row + mine)))
 
     @inlined
     def nobodys_keys(self, key, batch, rows, given):

@@ -48,6 +48,20 @@ def _halves(grid: int) -> list[int]:
     return [n for n in range(grid // 2, 0, -1) if grid % (2 * n) == 0]
 
 
+@inlined
+def clear_ahead(tile, count, groups):
+    """Zero the first rows of a shared tile, so many. Done by the block's first `groups` warpgroups together."""
+    if count > 0:
+        warpgroup.zero_first_rows(tile, count, groups)
+
+
+@inlined
+def clear_behind(tile, count, groups):
+    """The same of the last rows."""
+    if count > 0:
+        warpgroup.zero_rows(tile, int32(tile.rows - count), groups)
+
+
 class Blocks(NamedTuple):
     """The key blocks that a tile's rows see: n of them, from block `first` on. The first `cut` that are worked on must be
     masked: `right` of these are the last key blocks, the others the first ones. ahead: how many keys at the beginning of the
@@ -61,19 +75,13 @@ class Blocks(NamedTuple):
     ahead: Any
     behind: Any
 
-
-@inlined
-def clear_ahead(tile, count, groups):
-    """Zero the first rows of a shared tile, so many. Done by the block's first `groups` warpgroups together."""
-    if count > 0:
-        warpgroup.zero_first_rows(tile, count, groups)
-
-
-@inlined
-def clear_behind(tile, count, groups):
-    """The same of the last rows."""
-    if count > 0:
-        warpgroup.zero_rows(tile, int32(tile.rows - count), groups)
+    @inlined
+    def clear(self, tile, i, groups):
+        """Zero these keys in the i-th block that is worked on. Done by the thread block's first `groups` warpgroups."""
+        if i == max(1, self.cut) - 1:
+            clear_ahead(tile, self.ahead, groups)
+        if i == 0:
+            clear_behind(tile, self.behind, groups)
 
 
 @static

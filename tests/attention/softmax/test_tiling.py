@@ -1,5 +1,6 @@
 """attention/softmax/tiling.py: every tile is somebody's, the longest come first, and nobody gets much more than others."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,3 +154,29 @@ def test_bands_of_which_none_is_short():
     assert [even(22, pairs, False) for pairs in (8, 22, 24, 32, 44, 48, 128)] == [22, 22, 12, 22, 22, 16, 22]
     assert [even(22, pairs, True) for pairs in (1, 24, 28, 32, 128)] == [1, 12, 14, 16, 22]
     assert even(1, 9, True) == even(1, 9, False) == 1
+
+
+@pytest.mark.parametrize("variant", [FULL, CAUSAL, Right(), Left(), Both(Right(), Left()), Both(CAUSAL, Left())], ids=str)
+def test_blocks_of_keys_at_every_edge(variant):
+    """Every key that a query of the tile sees lies in a block; blocks that are not masked are seen whole; and what no query
+    sees, ahead of all windows or behind them, is counted where it must be cleared."""
+    rows = kv = 4
+    tiling = Tiling(rows, kv, variant)
+    lengths = [(4, keys) for keys in range(1, 14)] + [(7, 7), (5, 12), (8, 3), (12, 5), (1, 8), (9, 20)]
+    for (queries, keys), left, right in itertools.product(lengths, (0, 1, 2, 3, 6), (-4, -3, 0, 1, 2)):
+        here = at(queries, keys, left=left, right=right)
+        sees = np.zeros((queries, keys), bool)
+        for i in range(queries):
+            one = variant.keys(i, i, here)
+            sees[i, max(0, one.first) : max(0, one.end)] = True
+        seen = np.flatnonzero(sees.any(0))
+        for row in range(0, queries, rows):
+            blocks, its = tiling.key_blocks(row, here), sees[row : row + rows]
+            order = [int(tiling.key(blocks, i, here)) for i in range(blocks.n)]
+            assert {int(j) // kv * kv for j in np.flatnonzero(its.any(0))} <= set(order)
+            assert all(key + kv <= keys and its[:, key : key + kv].all() for key in order[max(1, blocks.cut) :])
+            cleared = {order[max(1, blocks.cut) - 1] + n for n in range(min(kv, max(0, blocks.ahead)))}
+            cleared |= {order[0] + kv - 1 - n for n in range(min(kv, max(0, blocks.behind)))}
+            if seen.size:
+                unseen = {j for key in order for j in range(key, min(key + kv, keys)) if not seen[0] <= j <= seen[-1]}
+                assert unseen <= cleared and not cleared & set(seen.tolist())
