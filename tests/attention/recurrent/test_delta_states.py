@@ -58,7 +58,7 @@ def test_sequences_one_behind_the_other(place, monkeypatch, gated):
     agree(place, *arrays, ends=packing.alone)
     as_on_a_device(monkeypatch)
     start = 0.3 * np.random.default_rng(1).standard_normal((3, 1, 64, 64), np.float32)
-    of_all = poisoned((7, *start.shape[1:]), start.dtype)
+    of_all = poisoned((len(packing.ends) - 1, *start.shape[1:]), start.dtype)
     of_all[packing.which] = start
     runs = (lambda x: x, start, packing.alone), (packing.spread, of_all, packing.ends)
     found = []
