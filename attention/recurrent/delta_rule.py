@@ -88,11 +88,11 @@ def delta_rule(
     or float16; beta and decay also float32. Dk and Dv: multiples of 16 up to 256; with decays of channels Dk above 128 is
     slow. Hk divides H, and value head h reads key head h // (H // Hk). Any lengths.
 
-    It is stable where beta |k|^2 is between 0 and 2. Relative errors of bfloat16 outputs are 4e-3 to 8e-3 for keys at
-    random. They are greatest where all keys are the same: 1e-2 for beta 0.5 and 1, 2e-2 for 1.9, 4e-2 for 1.99 and 2, with
-    decays of channels 2e-2 to 4e-2. (The recurrence itself, if its products read bfloat16, has 3e-3, 8e-3, 3e-2.) float16 has
-    an eighth of that, but 1e-2 at 1.99; its range ends where attention.linear says. Token by token (see below) all factors and
-    sums are float32.
+    It is stable where beta |k|^2 is between 0 and 2. Relative errors of bfloat16 outputs are 4e-3 to 8e-3 for keys at random.
+    They are greatest where all keys are the same, for what a chunk's inverse multiplies then cancels: 2e-2 for beta 1, 4e-2 to
+    0.5 for 1.9, and no digit is left at 1.99; with decays of channels 4e-2, and 0.1 from 1.5 on. float16 has an eighth of that;
+    its range ends where attention.linear says. Token by token (family="sm_80"; see below) all factors and sums are float32: for
+    keys that repeat with beta near 2.
 
     decay: logarithms, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
     each token and channel of the keys. scale: Dk^-1/2 by default. initial_state: (B, H, Dk, Dv) float32, 0 by default. out:

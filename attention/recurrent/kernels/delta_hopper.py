@@ -36,7 +36,7 @@ from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
 from .delta_decay import Decay, NoDecay
-from .delta_solver import Solver, UTTransform
+from .delta_solver import Solver
 from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
@@ -44,8 +44,7 @@ from .transposed_state import TransposedState
 REGISTERS = {1: (88, 104, 256), 2: (72, 88, 176)}  # consumers -> registers a thread of weigher, solver and consumer
 STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
 WIDE = 128  # key dim, beyond which a state takes half of a consumer's registers: one consumer
-AHEAD = 2  # chunks that the weigher may be ahead
-FULL = 256  # key dim times consumers of a block whose shared memory is full
+AHEAD = 2  # chunks that the solver and the weigher may be ahead
 VECTORS = 8  # chunks whose gates are kept: two for each warp that sums up
 
 
@@ -64,12 +63,6 @@ class Config:
     def stages(self):
         """Chunks in flight."""
         return STAGES[self.key_dim]
-
-    @property
-    def solved(self):
-        """Chunks whose T is kept, as shared memory allows. With one the solver, too, may be a chunk ahead: it keeps the next T
-        in registers until the consumers have read this one."""
-        return 1 if self.key_dim * self.consumers == FULL else AHEAD
 
     @property
     def threads(self):
@@ -112,8 +105,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
     sequences, decay = Sequences(config.varlen), (Decay if config.gated else NoDecay)(INPUT)
-    transposed, transform = TransposedState(config.key_dim, INPUT, sequences), UTTransform(INPUT)
-    solver = Solver(sequences, decay, transform, config.consumers + 2)
+    transposed, solver = TransposedState(config.key_dim, INPUT, sequences), Solver(sequences, decay, config.consumers + 2)
     SOLVER, WEIGHER, (weigh, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, GROUPS = warpgroup.WARPGROUP, CONSUMERS + 2
     readers = CONSUMERS * WARPS
@@ -121,7 +113,7 @@ def make(config: Config):
         q=ring(config.key, config.stages, readers + WARPS),
         k=ring(config.key, config.stages, readers + 2 * WARPS),
         v=ring(config.values, config.stages, readers),
-        t=ring(transform.tile, config.solved, readers, writers=WARPS),
+        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
         p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         b=ring(sv(CHUNK, fp32), VECTORS, 2 * WARPS, writers=1),
@@ -196,7 +188,8 @@ def make(config: Config):
                 before, added = decay.wait(since, j), decay.wait(factor, j)
                 strong = decay.is_strong(before)
                 u, o = decay.begin(sequences.without_others(values, span.left(j)), u, o, before, added, strong)
-                u = transform.times(u, t, j)
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
+                t.release(j)
                 low = INPUT(u)
                 s_t = decay.decayed(s_t, before, strong)
                 s_t = warpgroup.mma_AB(s_t, INPUT(decay.remaining(u, added, strong)), keys)

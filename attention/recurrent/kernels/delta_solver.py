@@ -1,47 +1,12 @@
-"""The solver of the delta rule: T = (I + A)^-1 beta of each chunk (the UT transform of its keys; Yang et al. 2024), for which
-nobody needs to know the state.
+"""The solver of the delta rule (delta_hopper.py, delta_states_hopper.py): T = (I + A)^-1 beta of each chunk, for which nobody
+needs to know the state."""
 
-Where keys are alike and beta is above 1, elements of T are as great as beta^2 and alternate in sign, and what they multiply is
-nearly the same for all tokens: their sum is small. With T rounded to the dtype of the keys, an error of its digits is most of
-that sum. So T is two parts with twice the digits.
-"""
-
-from ops import subtile, warpgroup
+from ops import warpgroup
 from ops.for_attention.triangular_inverse import inverse_transposed
-from tiles import dtype, fp32, inlined, st, static
+from tiles import inlined, static
 
 from .delta_decay import ROWS, NoDecay
-from .tokens import CHUNK, Sequences
-
-
-@static
-class UTTransform:
-    """How T lies in shared memory: its digits in two parts of a dtype, one below the other. A warp of the solver has 16 rows of
-    T^T, a token each."""
-
-    dtype: dtype
-
-    @property
-    def tile(self):
-        """The shared tile of both parts."""
-        return st(2 * CHUNK, CHUNK, self.dtype)
-
-    @inlined
-    def publish(self, t, j, x):
-        """Put T of chunk j into its ring; x: the warp's rows of T^T, in fp32."""
-        tile, high = t.claim(j), self.dtype(x)
-        warpgroup.store(subtile(tile, CHUNK, 0), high)
-        warpgroup.store(subtile(tile, CHUNK, 1), self.dtype(x - fp32(high)))
-        t.publish(j)
-
-    @inlined
-    def times(self, u, t, j):
-        """U^T T^T, the values that chunk j writes, and T is given back. u: U^T, what T multiplies, in fp32."""
-        tile, u = t.wait(j), self.dtype(u)
-        u = warpgroup.mma_AB(warpgroup.mm_AB(u, subtile(tile, CHUNK, 1)), u, subtile(tile, CHUNK, 0))
-        u = warpgroup.wait(u)
-        t.release(j)
-        return u
+from .tokens import Sequences
 
 
 @static
@@ -51,7 +16,6 @@ class Solver:
 
     sequences: Sequences
     decay: NoDecay
-    transform: UTTransform
     readers: int
 
     @inlined
@@ -68,5 +32,6 @@ class Solver:
         self.decay.release(since, j)
         self.decay.release(b, j)
         x = inverse_transposed(a, high, low)
-        self.transform.publish(t, j, x * warpgroup.load(beta.wait(j), ROWS))
+        warpgroup.store(t.claim(j), x * warpgroup.load(beta.wait(j), ROWS))
+        t.publish(j)
         beta.release(j)

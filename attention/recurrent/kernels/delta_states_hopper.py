@@ -25,13 +25,13 @@ from numpy import float32, int32
 
 from ops import col_index, divmod, equal, load, store, subtile, tile_max, truncate, warpgroup, where, zeros
 from ops.for_attention.triangular_inverse import TRIANGLE
-from tiles import bf16, fp16, fp32, ring, rt, shared, sv
+from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.arguments import ENDS, INT, array, tiled
 
 from . import delta_hopper
 from .delta_decay import ROWS, Decay, NoDecay
 from .delta_hopper import VECTORS
-from .delta_solver import Solver, UTTransform
+from .delta_solver import Solver
 from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, Span, assigned
 
@@ -72,12 +72,11 @@ def make(config: Config):
     SKIPS, MAPPED, decay = config.gated and not config.mapped, config.mapped, (Decay if config.gated else NoDecay)(INPUT)
     SOLVER, LOADER, (keep, solve, claim) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, READERS = warpgroup.WARPGROUP, CONSUMERS + 1  # warpgroups that read keys
-    transform, readers = UTTransform(INPUT), CONSUMERS * WARPS
-    solver = Solver(sequences, decay, transform, READERS)
+    solver, readers = Solver(sequences, decay, READERS), CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
-        t=ring(transform.tile, AHEAD, readers, writers=WARPS),
+        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         b=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         since=ring(sv(CHUNK, fp32), VECTORS, readers + WARPS, writers=1),
@@ -138,7 +137,8 @@ def make(config: Config):
                 before, added = decay.wait(since, j), decay.wait(factor, j)
                 strong, known = decay.is_strong(before), warpgroup.wait(known)
                 u, _ = decay.begin(sequences.without_others(values, span.left(j)), known, known, before, added, strong)
-                u = transform.times(u, t, j)
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
+                t.release(j)
                 s_t = decay.decayed(s_t, before, strong)
                 s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.remaining(u, added, strong)), keys))
                 k.release(j)

@@ -26,7 +26,6 @@ from tiles.arguments import ENDS, FLOAT, INT, array, tiled
 
 from . import decay_frame
 from .decay_frame import FLAG, Config
-from .delta_solver import UTTransform
 from .tokens import CHUNK, COLUMNS, Sequences, assigned
 from .transposed_state import TransposedState
 
@@ -60,15 +59,15 @@ def make(config: Config):
     STATE, SCORES = rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
     ROWS, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # it is released early
     readers = CONSUMERS * WARPS
-    transform = UTTransform(INPUT)
+    square = st(CHUNK, CHUNK, INPUT)
     smem = shared(
         q=ring(config.key, STAGES, readers + WARPS),
         k=ring(config.key, STAGES, readers + WARPS),
         kept=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
         g=ring(config.gate, 1, WARPS),
         v=ring(config.value, VALUES * CONSUMERS, WARPS),
-        t=ring(transform.tile, 1, readers, writers=WARPS),
-        p=ring(st(CHUNK, CHUNK, INPUT), 1, readers, writers=WARPS),
+        t=ring(square, STAGES, readers, writers=WARPS),
+        p=ring(square, 1, readers, writers=WARPS),
         factor=ring(config.factor, STAGES, readers, writers=WARPS),
         flag=ring(FLAG, STAGES, readers, writers=WARPS),
         high=TRIANGLE,
@@ -128,7 +127,9 @@ def make(config: Config):
                 kept.release(j)
                 q.release(j)
                 k.release(j)
-                transform.publish(t, j, inverse_transposed(a * beta, high, low) * beta)
+                x = inverse_transposed(a * beta, high, low)
+                warpgroup.store(t.claim(j), x * beta)
+                t.publish(j)
         else:
             if CLAIMS:
                 warpgroup.claim_registers(claim)
@@ -143,7 +144,8 @@ def make(config: Config):
                 values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + me), state.values))
                 v.release(CONSUMERS * j + me)
                 u = sequences.without_others(values, span.left(j)) - u
-                u = INPUT(transform.times(u, t, j))
+                u = INPUT(warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j))))
+                t.release(j)
                 s_t = warpgroup.wait(warpgroup.mma_AB(frame.scaled(s_t, scale_by, strong), u, k.wait(j)))
                 k.release(j)
                 s_t = frame.scaled(s_t, scale_by, not strong)

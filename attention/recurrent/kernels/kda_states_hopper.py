@@ -14,12 +14,11 @@ from numpy import float32, int32
 
 from ops import col_index, divmod, equal, exp2, load, store, subtile, truncate, warpgroup, where, zeros
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed, store_parts
-from tiles import fp32, inlined, ring, rt, shared
+from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.arguments import ENDS, INT, array, tiled
 
 from . import decay_frame
 from .decay_frame import FLAG, NUMBER, TOKENS
-from .delta_solver import UTTransform
 from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
 from .tokens import CHUNK, COLUMNS, Sequences, assigned
 
@@ -62,13 +61,13 @@ def make(config: Config):
     PREPARER, (prepare, claim), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
     STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
     ROWS, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
-    readers, transform = CONSUMERS * WARPS, UTTransform(INPUT)
+    readers = CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         kept=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
         g=ring(config.gate, 1, WARPS),
         v=ring(config.value, STAGES * CONSUMERS, WARPS),
-        t=ring(transform.tile, STAGES, readers, writers=WARPS),
+        t=ring(st(CHUNK, CHUNK, INPUT), STAGES, readers, writers=WARPS),
         factor=ring(config.factor, STAGES, readers, writers=WARPS),
         flag=ring(FLAG, STAGES, readers, writers=WARPS),
         high=TRIANGLE,
@@ -121,7 +120,9 @@ def make(config: Config):
                     a = warpgroup.wait(warpgroup.mm_ABt(decayed, keys))
                 kept.release(j)
                 k.release(j)
-                transform.publish(t, j, inverse_transposed(a * beta, high, low) * beta)
+                x = inverse_transposed(a * beta, high, low)
+                warpgroup.store(t.claim(j), x * beta)
+                t.publish(j)
         else:
             if CLAIMS:
                 warpgroup.claim_registers(claim)
@@ -136,7 +137,8 @@ def make(config: Config):
                 v.release(CONSUMERS * j + me)
                 u = sequences.without_others(own, span.left(j)) - warpgroup.wait(known)
                 kept.release(j)
-                u = INPUT(transform.times(u, t, j))
+                u = INPUT(warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j))))
+                t.release(j)
                 s_t = warpgroup.wait(warpgroup.mma_AB(frame.scaled(s_t, scale_by, strong), u, k.wait(j)))
                 k.release(j)
                 s_t = frame.scaled(s_t, scale_by, not strong)

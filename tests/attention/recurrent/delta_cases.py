@@ -33,18 +33,16 @@ def agree(place, q, k, v, beta, decay, factor=2, **options):
     found, state = delta_rule(*map(put, (q, k, v, beta)), decay=put(decay), return_state=True, out=out, **given)
     assert found is out
     options |= {"beta": beta, "decay": decay}
-    (ref, last), (low, low_last) = (reference.linear(q, k, v, low=low, **options) for low in (False, True))
+    (ref, last), (low, _) = (reference.linear(q, k, v, low=low, **options) for low in (False, True))
     reference.assert_close(place.get(out), ref, low, factor=factor)
-    allowed = max(STATE * np.abs(last).max(initial=1e-30), np.abs(low_last - last).max(initial=0))
-    assert np.abs(place.get(state) - last).max(initial=0) <= factor * allowed
+    assert np.abs(place.get(state) - last).max(initial=0) <= factor * STATE * np.abs(last).max(initial=1e-30)
     return place.get(out), place.get(state)
 
 
 class Sequences:
-    """Tests of sequences. inputs: makes them, as `inputs` does; BETWEEN_PARTS: how far one in parts may be from the whole;
-    ALIKE: the factor of the rule where all keys are the same."""
+    """Tests of sequences. inputs: makes them, as `inputs` does; BETWEEN_PARTS: how far one in parts may be from the whole."""
 
-    BETWEEN_PARTS, ALIKE = 2**-7, 4
+    BETWEEN_PARTS = 2**-7
     inputs = staticmethod(inputs)
 
     @pytest.mark.parametrize(
@@ -88,16 +86,6 @@ class Sequences:
             both.astype(float), whole.astype(float), atol=self.BETWEEN_PARTS * np.abs(whole.astype(float)).max()
         )
         np.testing.assert_allclose(end, last, atol=2 * STATE * np.abs(last).max())
-
-    @pytest.mark.parametrize("decays", [False, True], ids=["plain", "decays"])
-    @pytest.mark.parametrize(("beta", "dtype"), [(0.5, BF16), (1.0, BF16), (1.9, BF16), (1.99, BF16), (2.0, BF16), (1.9, FP16)])
-    def test_the_same_key_again_and_again(self, place, beta, dtype, decays):
-        """The elements of A are as great as they can be, and those of T alternate: what they multiply cancels. In the
-        recurrence the next token makes good what one loses by rounding; in chunks the next chunk does: hence the factor."""
-        q, k, v, strength, decay = self.inputs(1, 200, 1, 64, 64, dtype, gate=1e-3)
-        k[:] = k[:, :1]
-        strength[:] = beta
-        agree(place, q, k, v, strength, decay if decays else None, factor=self.ALIKE)
 
     def test_scale_and_layouts(self, place):
         q, k, v, beta, decay = self.inputs(2, 70, 3, 64, 64)

@@ -71,6 +71,15 @@ def test_gates_of_any_size(place, gate):
     agree(place, q, k, v, beta, decay)
 
 
+def test_the_same_key_again_and_again(place):
+    """A is as far from 0 as it can be, and its powers are large. What a token loses by rounding, `low` makes good with the next
+    one, and chunks with the next chunk: hence the factor."""
+    q, k, v, beta, _ = inputs(1, 200, 1, 64, 64)
+    k[:] = k[:, :1]
+    beta[:] = 1
+    agree(place, q, k, v, beta, None, factor=4)
+
+
 def test_dtypes_of_beta_and_decay(place):
     q, k, v, beta, decay = inputs(1, 100, 2, 64, 64)
     agree(place, q, k, v, beta.astype(BF16), decay.astype(BF16))

@@ -27,9 +27,9 @@ def in_chunks(monkeypatch, nothing_known):
 
 
 class TestSequences(Sequences):
-    """With decays of channels, whose keys are rounded once more, in their frame."""
+    """With decays of channels, whose keys are rounded once more."""
 
-    BETWEEN_PARTS, ALIKE = 2**-6, 6
+    BETWEEN_PARTS = 2**-6
     inputs = staticmethod(inputs)
 
 
@@ -56,6 +56,14 @@ def test_chunks_as_strong_as_a_dtype_holds(place, strength, dtype, of):
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
     decay[:] = strength * 2 * decay_frame.LEAST[of] / decay_frame.LOG2_E / 64
     agree(place, q, k, v, beta, decay)
+
+
+def test_the_same_key_again_and_again(place):
+    """A is as far from 0 as it can be, and its powers are large; and the keys that it is made of are rounded in their frame."""
+    q, k, v, beta, decay = inputs(1, 200, 1, 64, 64, gate=1e-3)
+    k[:] = k[:, :1]
+    beta[:] = 1
+    agree(place, q, k, v, beta, decay, factor=6)
 
 
 @pytest.mark.parametrize(("gate", "dtype"), [(0.02, BF16), (6, FP16)])
