@@ -121,8 +121,8 @@ class Packing:
     """Sequences of these lengths, one behind the other in one batch, with a neighbour before each. Behind the last one come
     `nobodys` tokens of no sequence.
 
-    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences. which: the
-    numbers of the sequences among all that `ends` has."""
+    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences. which:
+    the numbers of the sequences among all that `ends` has."""
 
     def __init__(self, lengths: Sequence[int], neighbour: int = 1, nobodys: int = 300):
         every = [n for length in lengths for n in (neighbour, length)]
