@@ -35,6 +35,7 @@ from ops import (
     tile_min,
     transpose,
     truncate,
+    warp_index,
     warpgroup,
     zeros,
 )
