@@ -75,7 +75,7 @@ from .reductions.reduce import (
     tile_sum,
 )
 from .reductions.scan import cumsum, cumsum_columns
-from .schedule import divmod, line_up, persistent_tile, rasterize
+from .schedule import divmod, line_up, persistent_tile, rasterize, warp_index
 from .scopes import refuse_others as _refuse_others
 from .shape.slicing import columns, hstack, rows, vstack
 from .shape.subtile import subtile
@@ -95,7 +95,7 @@ __all__ = [
     "sigmoid", "silu", "softplus", "sqrt", "store", "store_unordered", "store_wait", "store_widened", "stores_done",
     "subtile", "swap_layout", "tanh", "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum",
     "tma_add", "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack",
-    "wait_count", "wait_group", "warpgroup", "where", "zeros", "zipped",
+    "wait_count", "wait_group", "warp_index", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

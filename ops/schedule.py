@@ -46,6 +46,18 @@ def _(index, extent):
 
 
 @op
+def warp_index():
+    """Which of its block's warps this is: 0, 1, ... The compiler knows it to be the same for all lanes of the warp, unlike
+    `cuda.threadIdx.x // 32`: what is computed from it alone takes uniform registers."""
+    return here().index
+
+
+@lowers(warp_index)
+def _():
+    return types.int32, lambda b: ptx.uniform(b, b.warp())
+
+
+@op
 def persistent_tile(r, cluster=1):
     """The number of the r-th tile, r from 0, that this block of a grid along x takes, together with its peers in a cluster of
     that many blocks. It grows with r, and is below 2**31."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import col_sum, divmod, load, row_sum, rsqrt, store, zeros
+from ops import col_sum, divmod, load, row_sum, rsqrt, store, warp_index, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
@@ -107,7 +107,7 @@ class Turn(Rows):
             """Y (batch, row, head, column), heads of queries first, of Q and K."""
             rest, cut = divmod(cuda.blockIdx.x, cuts)
             batch, tile = divmod(rest, tiles)
-            row, head = int32(ROWS * tile), int32(WARPS * cut + cuda.threadIdx.x // LANES)
+            row, head = int32(ROWS * tile), int32(WARPS * cut + warp_index())
             if head < heads + kv_heads:
                 gX, gNorm, own = gQ, gQNorm, head
                 if head >= heads:
@@ -176,11 +176,11 @@ class Return(Rows):
             of dweights go to gQParts (0, part, column) and gKParts."""
             rest, cut = divmod(cuda.blockIdx.x, cuts)
             batch, share = divmod(rest, shares)
-            head = int32(WARPS * cut + cuda.threadIdx.x // LANES)
+            head = int32(WARPS * cut + warp_index())
             if head < heads + kv_heads:
-                gX, gNorm, gParts, own, count = gQ, gQNorm, gQParts, head, heads
+                gX, gNorm, own = gQ, gQNorm, head
                 if head >= heads:
-                    gX, gNorm, gParts, own, count = gK, gKNorm, gKParts, int32(head - heads), kv_heads
+                    gX, gNorm, own = gK, gKNorm, int32(head - heads)
                 one, two, three, four = zeros(PART.row_vec), zeros(PART.row_vec), zeros(PART.row_vec), zeros(PART.row_vec)
                 for tile in range(COUNT * share, min(COUNT * (share + 1), tiles)):
                     row = int32(ROWS * tile)
@@ -196,15 +196,19 @@ class Return(Rows):
                         scale = per_deviation(squares, PART, eps)
                         along = times(along, scale) / (2.0 * HALF)
                         a, c = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, 0, scale, along)
+                        one, three = one + a, three + c
                         b, d = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, PART.cols, scale, along)
-                        one, two, three, four = one + a, two + b, three + c, four + d
+                        two, four = two + b, four + d
                     else:
                         for n in range(2):
                             col = int32(PART.cols * n)
                             d_first, d_second = returned(gDX, gCos, gSin, PART, batch, row, head, col)
                             store_pair(gDX, d_first, d_second, batch, row, head, col)
                 if NORMED:
-                    part = int32((batch * shares + share) * count + own)
+                    head = int32(WARPS * cut + warp_index())  # anew, so that nothing of it is held over the rows
+                    gParts, part = gQParts, int32(rest * heads + head)
+                    if head >= heads:
+                        gParts, part = gKParts, int32(rest * kv_heads + head - heads)
                     store(gParts, one, (0, part, 0))
                     store(gParts, two, (0, part, PART.cols))
                     store(gParts, three, (0, part, HALF))

@@ -35,6 +35,7 @@ from ops import (
     tile_min,
     transpose,
     truncate,
+    warp_index,
     warpgroup,
     zeros,
 )
@@ -150,7 +151,7 @@ def make(config: Config):
         """The outputs, or the states and summed gates, of a segment: see chunk_hopper.py, whose arguments these are."""
         q, k, v, z, p, b, a = smem.open()
         a = a if gate.weighted else b
-        me = int32(cuda.threadIdx.x // 32)
+        me = warp_index()
         block, segment, key_head, sequence = assigned(cuda.blockIdx.x, blocks, walked, heads)
         span = sequences.segment(gEnds, sequence, length, segment, segments)
         first, end, batch = span

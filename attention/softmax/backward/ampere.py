@@ -19,12 +19,12 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import block, divmod, load, mma_AB, mma_ABt, store, subtile, truncate, turned, warpgroup, zeros
+from ops import block, divmod, load, mma_AB, mma_ABt, store, subtile, truncate, turned, warp_index, zeros
 from ops.memory.held import QUAD
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
-from tiles.layout import LANES
+from tiles.layout import LANES, WARPGROUP
 from tiles.targets import LARGE, SMALL, capability, shared_bytes
 
 from ..variants import At, Variant
@@ -73,11 +73,6 @@ class Config(BackwardConfig):
         return LANES * self.warps
 
     @property
-    def local_bytes(self) -> int:
-        """What registers leave over, of a thread: of shapes that were timed to be faster all the same."""
-        return LOCAL.get((self.head_dim, self.kv), 0) if self.together == QUAD else 0
-
-    @property
     def learners(self) -> int:
         """How many warps of a block leave what they have learnt."""
         return self.kv // self.own
@@ -100,17 +95,25 @@ SHAPES: dict[int, Shape] = {  # of a padded head_dim
 }
 PLAIN = SHAPES | {128: (64, 64, 32, 64, True, 2)}  # where scores take no registers of their own
 ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90 and sm_100
-SHORT: dict[int, list[tuple[float, float, Shape]]] = {  # ... and sequences have up to so many queries and keys: sm_90
+Shorts = dict[int, list[tuple[float, float, Shape]]]
+SHORT: Shorts = {  # ... and sequences have up to so many queries and keys: sm_90
     64: [(64, math.inf, (64, 64, 16, 32, False, 3)), (128, 128, ROOMY[64])],
     128: [(32, 32, (32, 32, 16, 32, True, 2)), (32, math.inf, (64, 32, 32, 32, True, 2)), (64, 64, PLAIN[128])],
 }
-LOCAL = {(64, 128): 48, (64, 64): 16}  # by padded head_dim and keys of a block
+SHORT_FULL: Shorts = SHORT | {  # ... where queries see all keys: of scores of 32 queries at once, 168 registers do not hold all
+    64: [(64, math.inf, (64, 64, 16, 16, False, 3)), (128, 128, ROOMY[64])]
+}
+
+
+def shorts(variant: Variant) -> Shorts:
+    """The shapes for few queries, by padded head_dim."""
+    return SHORT_FULL if variant is FULL else SHORT
 
 
 def short(head_dim: int, value_dim: int, variant: Variant, queries: int, keys: int) -> Shape | None:
     """The shape for which these kernels are faster than Hopper's, if there is one. So few queries and keys leave a warpgroup's
     products half empty, and two or three blocks of four warps hide each other's waits."""
-    shapes = [] if variant.scored else SHORT.get(padded_dim(head_dim, value_dim), [])
+    shapes = [] if variant.scored else shorts(variant).get(padded_dim(head_dim, value_dim), [])
     return next((shape for most, most_keys, shape in shapes if queries <= most and keys <= most_keys), None)
 
 
@@ -140,7 +143,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         config = config_for(head_dim, of, variant, piece, room=shared_bytes(capability(arch)))
         yield from (config, replace(config, alone=True))
         if arch == "sm_90a":
-            for _, _, shape in SHORT.get(head_dim, []):
+            for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
                     of_short = config_for(head_dim, of, variant, piece, room=LARGE, shape=shape)
                     yield from (of_short, replace(of_short, alone=True))
@@ -154,7 +157,7 @@ def make(config: Config):
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
-    GROUPS = WARPS // warpgroup.WARPGROUP
+    GROUPS = WARPS // WARPGROUP
     EACH, SUMS = parts.count // WARPS, parts.array  # how many parts of dQ a warp has; where they go
     DK, DV, PART = rt(OWN, config.head_dim, fp32), rt(OWN, config.value_dim, fp32), rt(BAND, PANEL, fp32)
     SCORES, S, P = rt(OWN, STEP, fp32), rt(STEP, OWN, fp32, "col"), rt(STEP, OWN, INPUT, "col")
@@ -165,11 +168,6 @@ def make(config: Config):
         do=pipeline(config.dout, 1, WARPS),
         ds=st(ROWS * OWNERS * (2 if APART and BENDS else 1), OWN, INPUT),
     )
-
-    @inlined
-    def warp_number():
-        """A warp's number in its block, which ptxas knows to be the same for its lanes: that spares registers."""
-        return int32(warpgroup.WARPGROUP * warpgroup.id() + warpgroup.rank())
 
     @inlined
     def alone(j, sums, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
@@ -195,7 +193,7 @@ def make(config: Config):
     def apart(j, sum, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
         """The same of two warps, the first of which has dV and the other dK. P goes from one to the other where dS will lie,
         and behind all dS what scores are bent by."""
-        first, (batch, head, row) = warp_number() < OWNERS, place
+        first, (batch, head, row) = warp_index() < OWNERS, place
         of_rows = load(gSums, S.col_vec, (batch, head, row if first else int32(row + ROWS)), -2, -1, True)
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         x = turned(mma_ABt(zeros(SCORES), keys if first else values, queries if first else dout))
@@ -243,7 +241,7 @@ def make(config: Config):
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
         number, batch, share = sequences.find_keys(number, pair, heads, KV, given)
         subgroup, span = divmod(share, spans)
-        own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_number()
+        own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
             some, row = sequences.nobodys_keys(key, batch, KV, given)
             if some:

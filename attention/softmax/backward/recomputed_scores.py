@@ -189,7 +189,6 @@ class Recomputed:
         at = here._replace(kept=variant.keep(here))
         queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
-        dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))
         s = variant.score_near(x, at, key)
         above = self.summed.first_tile(at.batch, at.given)
         place = int32(2 * self.others * (above + row // self.others) + row % self.others)
@@ -197,6 +196,7 @@ class Recomputed:
         if variant.by_rows:
             lse = lse + variant.below_near(s, at, key) * scale
         p = exp2(self.tiling.mask(s, at, key) * scale - lse)
+        dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # now that few registers hold anything but p
         delta = load(sums, self.tile.col_vec, (own.batch, at.head, int32(place + self.others)))
         ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key

@@ -31,6 +31,7 @@ from ops import (
     row_index,
     store,
     subtile,
+    warp_index,
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
@@ -282,7 +283,7 @@ def make(config: Config):
         if SAME:
             return tile, None
         made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, at), norm.begin(zeros(O.col_vec))
-        warp = int32(cuda.threadIdx.x // LANES)
+        warp = warp_index()
         if SOON:
             if warp < QUERY.panels:
                 known = panel(tile, made, warp, known, of_queries, asked, at, head)
@@ -295,7 +296,7 @@ def make(config: Config):
     @inlined
     def add_up(o, l, unit, col, v, spot, given):
         """Add up some columns of O, from `col` on, over all warps, and store them."""
-        addends, warp = v.reuse(ADDENDS), int32(cuda.threadIdx.x // LANES)
+        addends, warp = v.reuse(ADDENDS), warp_index()  # anew: nothing that follows from it is held over the keys
         store(subtile(addends, BAND, warp), o)
         block.sync()
         for slab in range(warp, SLABS, WARPS):
@@ -322,7 +323,7 @@ def make(config: Config):
         if EARLY and not KNOWS:
             grid.wait(int32(number + head + band))
         rows, all_tokens = lie.find(band, tokens, group, given), tokens
-        warp, row, tokens, begin = int32(cuda.threadIdx.x // LANES), rows.row, rows.tokens, int32(rows.start * group)
+        warp, row, tokens, begin = warp_index(), rows.row, rows.tokens, int32(rows.start * group)
         end = int32(tokens * group)
         last_row = min(row + BAND, end) - 1
         first_token, last_token = int32(row // group), int32(last_row // group)
