@@ -121,12 +121,14 @@ class Packing:
     """Sequences of these lengths, one behind the other in one batch, with a neighbour before each. Behind the last one come
     `nobodys` tokens of no sequence.
 
-    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences."""
+    ends: cu_seqlens, neighbours included. alone: cu_seqlens without them. mine: which tokens belong to the sequences. which:
+    the numbers of the sequences among all."""
 
     def __init__(self, lengths: Sequence[int], neighbour: int = 1, nobodys: int = 300):
         every = [n for length in lengths for n in (neighbour, length)]
         self.ends = np.array([0, *accumulate(every)], np.int32)
         self.alone = np.array([0, *accumulate(lengths)], np.int32)
+        self.which = slice(1, len(every), 2)
         self.mine = np.repeat([*(np.arange(len(every)) % 2 == 1), False], [*every, nobodys])
         self.nobodys = slice(int(self.ends[-1]), int(self.ends[-1]) + nobodys)
 
