@@ -1,8 +1,10 @@
 """attention/inspect.py: what is shipped compiles for every GPU, with no spill, no local memory and no complaint of ptxas."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+from numba import cuda
 
 from attention import __main__ as main
 from attention import inspect
@@ -27,7 +29,9 @@ from attention.softmax.dropped import Dropped
 from attention.softmax.norms import Layer, Normed
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import CAUSAL, FULL
-from tiles import bf16, fp16
+from ops import exp2, load, row_max, store
+from tiles import bf16, fp16, fp32, rt
+from tiles.arguments import array
 from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
@@ -116,6 +120,29 @@ def test_no_two_rows_compile_to_the_same_code():
     assert all(config in shipped[arch] for arch, module, config in ALIKE if module is not token_loop)
     digests = [inspect.row("", module, config, arch)["digest"] for arch, module, config in ALIKE]
     assert len(set(digests)) == len(digests)
+
+
+def one_tile(config):
+    """A kernel that holds a tile of 4096 numbers a warp."""
+    T = rt(64, 64, fp32)
+
+    @cuda.jit(launch_bounds=(config.threads, 1))
+    def kernel(gX: array(2)):
+        x = load(gX, T, (0, 0))
+        store(gX, exp2(x - row_max(x)), (0, 0))
+
+    return kernel, None
+
+
+@pytest.mark.parametrize(("threads", "allowed", "code"), [(256, 0, 0), (1024, 0, 1), (1024, 2**20, 0)])
+def test_check_finds_a_spill(threads, allowed, code, monkeypatch, capsys):
+    """Of what 255 registers a thread hold and 64 do not, unless it says that it was timed so."""
+    config = SimpleNamespace(threads=threads, local_bytes=allowed)
+    rows = [("one", SimpleNamespace(make=one_tile), config)]
+    monkeypatch.setattr(inspect, "configurations", lambda *_: iter(rows))
+    assert inspect.main("sm_80", check=True, jobs=1) == code
+    assert ("   0 spilled" in capsys.readouterr().out) == (threads == 256)
+    assert inspect.main("sm_80", jobs=1) == 0
 
 
 def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):
