@@ -231,7 +231,7 @@ IN_USE = np.array([100, 7, 0, 20], np.int32)
 PACKED = {
     "full": {},
     "causal, sink": dict(causal=True, sink=np.array([1.5, -2], F32)),
-    "window, alibi of each sequence": dict(window=(20, 5), alibi=draw((4, 2), F32, 1) ** 2),
+    "window, alibi of each sequence, dropout": dict(window=(20, 5), alibi=draw((4, 2), F32, 1) ** 2, dropout=0.2, seed=5),
     "bias of each sequence": dict(bias=draw((4, 1, 1, 170), F32, 3), softcap=2.0),
     "mask, score": dict(mask=lambda b, h, i, j: (j <= i) | (b == 3), score=lambda s, b, h, i, j: s * 0.5 + s * s * 0.1),
 }
