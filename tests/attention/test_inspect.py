@@ -95,6 +95,16 @@ def test_variants_that_take_registers(arch, config):
     assert found["spill_bytes"] <= 16 and not found["warnings"]  # of a block mask one register, written and read once
 
 
+ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in the order in which blocks come
+
+
+@pytest.mark.parametrize("module", [backward.elements, backward.norms, backward.shares, backward.sinks, backward.hopper_narrow])
+def test_sums_that_have_the_same_bits_always(module):
+    """Nothing is added in an order that nobody knows: unlike to dQ, unless that is asked for."""
+    found = inspect.row("", module, next(module.space("sm_90a", False)), "sm_90a")
+    assert bool(ADDS & set(found["instructions"])) == (module is backward.hopper_narrow)
+
+
 def test_processes_share_the_work():
     """Rows come in the order of the configurations, whoever compiles them."""
     only = ("softmax.backward.finish",)
