@@ -203,9 +203,9 @@ TURNED = [  # in which ways queries and keys are rotated where each has ends of 
 @pytest.mark.parametrize("ways", TURNED, ids=lambda ways: ", ".join(ways) or "plain")
 def test_queries_and_new_keys_are_rotated_by_ends_of_their_own(place, ways):
     """The same bits as by append, which rotates the ones and then writes the others."""
-    lengths, ends, ends_new = (place.put(np.array(x, np.int32)) for x in ((3, 0), (0, 1, 3), (0, 4, 5)))
+    lengths, ends, ends_new = (place.put(np.array(x, np.int32)) for x in ((3, 0), (0, 1, 3), (0, 4, 9)))
     _, k, v = case((3, 0), room=80)
-    q, *new = (place.put(draw((1, tokens, heads, 64), BF16)) for tokens, heads in ((3, 4), (5, 2), (5, 2)))
+    q, *new = (place.put(draw((1, tokens, heads, 64), BF16)) for tokens, heads in ((3, 4), (9, 2), (9, 2)))
     ways = {name: place.put(x) if isinstance(x, np.ndarray) else x for name, x in ways.items()}
     told, causal = {"lengths": lengths, "rotary": (place.put(COS), place.put(SIN))} | ways, ways.get("causal", True)
     caches, others = ([place.put(x.copy()) for x in (k, v)] for _ in "12")
@@ -214,7 +214,7 @@ def test_queries_and_new_keys_are_rotated_by_ends_of_their_own(place, ways):
     turned = attention.append(*room, q[:, :, :2], q[:, :, :2], cu_seqlens=ends, q=q, **told)
     told.pop("q_norm", None)
     attention.append(*others, *new, cu_seqlens=ends_new, **told)
-    after = {"cu_seqlens": ends, "lengths": place.put(np.array((7, 1), np.int32)), "causal": causal}
+    after = {"cu_seqlens": ends, "lengths": place.put(np.array((7, 5), np.int32)), "causal": causal}
     for x, y in zip((found, *caches), (attention.decode(turned, *others, **after), *others), strict=True):
         assert place.get(x).tobytes() == place.get(y).tobytes()
 
