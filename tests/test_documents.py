@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import itertools
 import linecache
 import os
 import re
@@ -142,6 +143,10 @@ def test_error_message(tmp_path, monkeypatch):
     with pytest.raises(Hazard) as caught:
         module.main(lambda array: array)
     assert str(caught.value) == message.strip()
+    for seed, steps in itertools.product("1234", (1, 2, 9)):  # every time, whatever order the warps take
+        monkeypatch.setenv("TILES_SEED", seed)
+        with pytest.raises(Hazard, match="^" + re.escape(message.strip().splitlines()[0])):
+            module.main(lambda array: array, m=70, n=64, k=64 * steps)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -367,7 +367,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Planned):
         """Whose tokens are q[qo_indptr[b] : qo_indptr[b + 1]], and the pages of each sequence. custom_mask: of all sequences,
         one behind the other, a bit for each query token and key; causal is then left aside."""
         refuse("packed_custom_mask", packed_custom_mask is not None, "pass custom_mask, which is not packed")
-        refuse("fixed_split_size", fixed_split_size is not None, "disable_split_kv=True gives the same bits in any batch")
+        refuse("fixed_split_size", fixed_split_size is not None, "pass disable_split_kv=True: no sequence is split")
         items = prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None
         refuse("token_pos_in_items_ptr", items, "call attention.decode(.., mask=, aux=)")
         where = self.paged(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, "paged_kv_")

@@ -128,8 +128,8 @@ class Packing:
         every = [n for length in lengths for n in (neighbour, length)]
         self.ends = np.array([0, *accumulate(every)], np.int32)
         self.alone = np.array([0, *accumulate(lengths)], np.int32)
+        self.which = slice(1, len(every), 2)
         self.mine = np.repeat([*(np.arange(len(every)) % 2 == 1), False], [*every, nobodys])
-        self.which = np.arange(1, len(every), 2)
         self.nobodys = slice(int(self.ends[-1]), int(self.ends[-1]) + nobodys)
 
     def spread(self, x: np.ndarray, axis: int = 1, fill: float | None = None) -> np.ndarray:

@@ -1,8 +1,10 @@
 """attention/inspect.py: what is shipped compiles for every GPU, with no spill, no local memory and no complaint of ptxas."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+from numba import cuda
 
 from attention import __main__ as main
 from attention import inspect
@@ -27,7 +29,9 @@ from attention.softmax.dropped import Dropped
 from attention.softmax.norms import Layer, Normed
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import CAUSAL, FULL
-from tiles import bf16, fp16
+from ops import exp2, load, row_max, store
+from tiles import bf16, fp16, fp32, rt
+from tiles.arguments import array
 from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
@@ -91,6 +95,16 @@ def test_variants_that_take_registers(arch, config):
     assert found["spill_bytes"] <= 16 and not found["warnings"]  # of a block mask one register, written and read once
 
 
+ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in the order in which blocks come
+
+
+@pytest.mark.parametrize("module", [backward.elements, backward.norms, backward.shares, backward.sinks, backward.hopper_narrow])
+def test_sums_that_have_the_same_bits_always(module):
+    """Nothing is added in an order that nobody knows: unlike to dQ, unless that is asked for."""
+    found = inspect.row("", module, next(module.space("sm_90a", False)), "sm_90a")
+    assert bool(ADDS & set(found["instructions"])) == (module is backward.hopper_narrow)
+
+
 def test_processes_share_the_work():
     """Rows come in the order of the configurations, whoever compiles them."""
     only = ("softmax.backward.finish",)
@@ -116,6 +130,29 @@ def test_no_two_rows_compile_to_the_same_code():
     assert all(config in shipped[arch] for arch, module, config in ALIKE if module is not token_loop)
     digests = [inspect.row("", module, config, arch)["digest"] for arch, module, config in ALIKE]
     assert len(set(digests)) == len(digests)
+
+
+def one_tile(config):
+    """A kernel that holds a tile of 4096 numbers a warp."""
+    T = rt(64, 64, fp32)
+
+    @cuda.jit(launch_bounds=(config.threads, 1))
+    def kernel(gX: array(2)):
+        x = load(gX, T, (0, 0))
+        store(gX, exp2(x - row_max(x)), (0, 0))
+
+    return kernel, None
+
+
+@pytest.mark.parametrize(("threads", "allowed", "code"), [(256, 0, 0), (1024, 0, 1), (1024, 2**20, 0)])
+def test_check_finds_a_spill(threads, allowed, code, monkeypatch, capsys):
+    """Of what 255 registers a thread hold and 64 do not, unless it says that it was timed so."""
+    config = SimpleNamespace(threads=threads, local_bytes=allowed)
+    rows = [("one", SimpleNamespace(make=one_tile), config)]
+    monkeypatch.setattr(inspect, "configurations", lambda *_: iter(rows))
+    assert inspect.main("sm_80", check=True, jobs=1) == code
+    assert ("   0 spilled" in capsys.readouterr().out) == (threads == 256)
+    assert inspect.main("sm_80", jobs=1) == 0
 
 
 def test_check_finds_two_rows_of_the_same_code(monkeypatch, capsys):

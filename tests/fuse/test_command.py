@@ -3,7 +3,9 @@
 import pytest
 
 from attention.__main__ import has_gpu
+from fuse import inspect
 from fuse.__main__ import main
+from tiles.inspect import Figures
 
 
 def test_show(capsys):
@@ -44,3 +46,16 @@ def test_show(capsys):
 )
 def test_mistakes(arguments, code, says, capsys):
     assert main(arguments) == code and says in capsys.readouterr().err
+
+
+GOOD = dict(registers=40, spill_bytes=0, local_bytes=0, shared_bytes=1024, threads=128, warnings=[])
+BAD = dict(spill_bytes=4), dict(local_bytes=8), dict(warnings=["C7510"]), dict(shared_bytes=2**20), dict(threads=None)
+
+
+@pytest.mark.parametrize("wrong", [{}, *BAD], ids=str)
+def test_a_bad_kernel_is_found(wrong, monkeypatch):
+    """Among good ones. What inspect says so of makes its exit code 1."""
+    made = [Figures("k", "sm_90a", **GOOD | more, instructions={}, digest="") for more in ({}, wrong, {})]
+    monkeypatch.setattr(inspect, "compiled", lambda case, arch: made)
+    text, bad = inspect.row("sm_90a", inspect.Case("gated_mlp", 16))
+    assert bad == bool(wrong) and text.count("BAD") == len(wrong)

@@ -166,6 +166,20 @@ def test_blocks_that_store_to_one_element(forks, other):
 
 
 @cuda.jit
+def to_a_half(whole, halves, last):
+    """The same of an array that is also given with wider elements."""
+    block = cuda.blockIdx.x
+    halves[last if block == cuda.gridDim.x - 1 else block] = block
+
+
+@pytest.mark.parametrize("other", [1, 2, 3])
+def test_blocks_that_store_to_a_part_of_an_element(forks, other):
+    whole = np.zeros(BLOCKS, np.int32)
+    with pytest.raises(tiles.Hazard, match=f"stores 5 where another warp stored {other}, and nothing orders"):
+        launch(to_a_half, BLOCKS, 32)(whole, whole.view(np.int16), other)
+
+
+@cuda.jit
 def alike(x, y):
     """All blocks store 7 there, and to an element of their own."""
     x[0], y[cuda.blockIdx.x] = 7, cuda.blockIdx.x

@@ -220,6 +220,17 @@ def test_what_is_freed_is_compiled_anew(collect):
     assert len(codes) == 2
 
 
+def test_digests_of_the_latest_are_kept(monkeypatch):
+    """As many as are remembered: of those that were asked for last, also if they are older."""
+    made = []
+    monkeypatch.setattr(static_module, "Digest", lambda real=static_module.Digest: made.append(1) or real())
+    monkeypatch.setattr(Score, "__digests__", OrderedDict())
+    monkeypatch.setattr(static_module, "REMEMBERED", 2)
+    for number, count in (1, 1), (2, 2), (1, 2), (3, 3), (3, 3), (1, 3), (2, 4):
+        hash(Score(bent, number))
+        assert len(made) == count and len(Score.__digests__) <= 2, number
+
+
 def test_a_digest_that_another_thread_lets_go(monkeypatch):
     """The table of digests is full, and what is asked for was the oldest: others may forget it between two looks."""
 

@@ -134,9 +134,30 @@ def test_the_same_bits_as_by_hand(place, case, interleaved):
     ("sm_80", "half of the columns", True),
 ])  # fmt: skip
 def test_as_compiled(arch, case, interleaved, as_compiled):
-    """What the kernel's PTX computes: no product is made one instruction with a sum."""
+    """What the kernel's PTX computes."""
     as_compiled(arch)
     check(inputs(**CASES[case]), interleaved=interleaved)
+
+
+def cancelling(interleaved):
+    """Rows whose rotated columns are 0 if both products are rounded, for cos = sin, and the columns of a pair are alike or
+    opposite; an fma leaves what a product lost."""
+    given = inputs(heads=2, head=32, rotary=32, queries=2, dtype=F16, lengths=(3, 0))
+    given["rotary"] = (given["rotary"][0],) * 2
+    for x in given["k_new"], given["q"]:
+        first, second = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :16], x[..., 16:])
+        second[...] = first * np.tile([1, -1], 8).astype(F16)
+    return given
+
+
+def test_products_that_cancel(place):
+    check(cancelling(False), place.put, place.get)
+
+
+def test_products_that_cancel_as_compiled(as_compiled):
+    """No product is made one instruction with a sum."""
+    as_compiled("sm_90a")
+    check(cancelling(True), interleaved=True)
 
 
 def check_found(given, put=lambda x: x, get=lambda x: x, heads_first=False, **options):

@@ -76,6 +76,18 @@ def test_several_tokens_of_each(draw):
     assert (wrapper.run(q, cache, v_scale=2.0) == 2 * wrapper.run(q, cache)).all()
 
 
+def test_without_splits_a_batch_has_the_bits_of_each(draw):
+    both, cache, indptr, indices, last = paged(draw, (300, 430, 9))
+    q, found = draw(3, HEADS, COLUMNS), []
+    for batch in ((0, 1, 2), (0,), (1,)):
+        pages = [indices[indptr[b] : indptr[b + 1]] for b in batch]
+        where = np.cumsum([0, *map(len, pages)]), np.concatenate(pages), last[list(batch)]
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(None)
+        wrapper.plan(*where, HEADS, KV_HEADS, COLUMNS, SIZE, disable_split_kv=True)
+        found.append(wrapper.run(q[list(batch)], cache))
+    assert (np.concatenate(found[1:]) == found[0][:2]).all()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_prefill(causal, draw):
     both, cache, *where = paged(draw, (9, 5, 30))

@@ -1,5 +1,7 @@
 """attention.mla_decode against float64, both families, on both backends from one body."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -142,13 +144,36 @@ def test_rows_that_begin_anywhere():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_given_split_has_the_same_bits_always(family):
-    """Alone, and among others in a cache with more room."""
-    place = OnInterpreter()
-    q, latent = case((70, 200))
-    one, _ = agree(place, q, latent, (70, 200), splits=3, family=family)
-    again, _ = agree(place, q[:1], latent[:1, :70], (70,), splits=3, family=family)
-    np.testing.assert_array_equal(one[:1], again)
+def test_a_given_split_has_the_same_bits_always(place, family):
+    """Alone, and among others in a cache with more room: of several tiles each, the last one of fewer, or of none."""
+    q, latent = case((400, 200))
+    several = agree(place, q, latent, (400, 200), splits=3, family=family)
+    for n, length in enumerate((400, 200)):
+        alone = agree(place, q[n : n + 1], latent[n : n + 1, :length], (length,), splits=3, family=family)
+        for x, y in zip(several, alone):
+            np.testing.assert_array_equal(x[n : n + 1], y)
+
+
+def test_a_given_split_has_the_same_kernel_always(monkeypatch):
+    """Whatever other sequences there are, and however many keys there is room for: planned for many, without a device."""
+    torch = pytest.importorskip("torch")
+    from planned_launches import GPUS, made, noted
+
+    def kernels(gpu, batch, room, tokens, heads, narrow, parts):
+        q, latent = made((batch, tokens, heads, COLUMNS), "bfloat16"), made((batch, room, COLUMNS), "bfloat16")
+        told = {"lengths": torch.full((batch,), room), "scale": SCALE, "splits": parts}
+        if narrow:
+            told |= {"rotary": latent[..., LATENT:].contiguous(), "descale": made((batch, room), "float32")}
+            latent = made((batch, room, LATENT), "float8_e4m3fn")
+        with noted(monkeypatch, gpu) as found:
+            attention.mla_decode(q, latent, **told)
+        return [(x.config, x.told["splits"]) for x in found]
+
+    for gpu, tokens, heads, narrow, parts in itertools.product(GPUS, (1, 2), (1, 16, 128), (False, True), (1, 3, 70)):
+        if narrow and GPUS[gpu]["capability"] < (8, 9):
+            continue
+        one, *others = [kernels(gpu, *of, tokens, heads, narrow, parts) for of in ((1, 5000), (64, 5000), (2, 300))]
+        assert one and all(other == one for other in others), f"{gpu}, {tokens} tokens, {heads} heads, splits={parts}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -163,6 +163,15 @@ def test_packed_sequences_that_cannot_be(options, message):
         mamba2(**inputs(40, 16, 16, batch=2, heads=2), **options)
 
 
+@pytest.mark.parametrize("traced", ["x", "seq_idx"])
+def test_packed_sequences_cannot_be_traced(traced):
+    """By JAX, which has no numbers of the one or cannot take those of the other."""
+    jax = pytest.importorskip("jax")
+    given = inputs(40, 16, 16, batch=2, heads=2) | {"seq_idx": SEQ_IDX}
+    with pytest.raises(NotImplementedError, match="^seq_idx: is read, and cannot be where the call is traced: give cu_seqlens"):
+        jax.jit(lambda x: mamba2(**given | {traced: x}))(given[traced])
+
+
 @pytest.mark.parametrize("name", ["dt", "B", "C", "z", "out"])
 def test_packed_sequences_whose_axes_are_others(name):
     """Joined they would have as many tokens as x."""

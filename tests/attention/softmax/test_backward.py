@@ -147,17 +147,18 @@ def test_variants(place, name, head_dim, family):
     agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, of_lse=True, **VARIANTS[name])
 
 
-BROUGHT = {
-    64: dict(bias=draw((2, 1, 140, 136), BF16, 3), softcap=2.0, causal=True),
-    128: dict(bias=draw((1, 2, 70, 200), FP16, 3), alibi=np.array([0.5, 0.1], F32), window=(60, 0)),
-    256: dict(bias=draw((1, 1, 140, 136), BF16, 3)),
-}
+BROUGHT = [  # head_dim, what is asked. At 128 tiles have 128 queries and 64 keys, of which some see or do not see one, at an edge
+    (64, dict(bias=draw((2, 1, 140, 136), BF16, 3), softcap=2.0, causal=True)),
+    (128, dict(bias=draw((1, 2, 135, 136), FP16, 3), alibi=np.array([0.5, 0.1], F32), window=(2, 0))),
+    (128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(150, 60))),
+    (128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(160, 38))),
+    (256, dict(bias=draw((1, 1, 140, 136), BF16, 3))),
+]
 
 
-@pytest.mark.parametrize("head_dim", BROUGHT)
-def test_a_bias_that_tma_brings(place, head_dim):
+@pytest.mark.parametrize(("head_dim", "options"), BROUGHT)
+def test_a_bias_that_tma_brings(place, head_dim, options):
     """Its gradient, too, which has a kernel of its own, but of wide heads."""
-    options = BROUGHT[head_dim]
     q, k, v = inputs(2, *options["bias"].shape[2:], 2, 1, head_dim)
     dout, given, put = draw(q.shape, q.dtype), there(place, options), [place.put(x) for x in unseen(q, k, v, **options)]
     out, lse = attention.forward(*put, return_lse=True, **given)
@@ -230,7 +231,7 @@ IN_USE = np.array([100, 7, 0, 20], np.int32)
 PACKED = {
     "full": {},
     "causal, sink": dict(causal=True, sink=np.array([1.5, -2], F32)),
-    "window, alibi of each sequence": dict(window=(20, 5), alibi=draw((4, 2), F32, 1) ** 2),
+    "window, alibi of each sequence, dropout": dict(window=(20, 5), alibi=draw((4, 2), F32, 1) ** 2, dropout=0.2, seed=5),
     "bias of each sequence": dict(bias=draw((4, 1, 1, 170), F32, 3), softcap=2.0),
     "mask, score": dict(mask=lambda b, h, i, j: (j <= i) | (b == 3), score=lambda s, b, h, i, j: s * 0.5 + s * s * 0.1),
 }

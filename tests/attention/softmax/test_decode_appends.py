@@ -87,6 +87,7 @@ WAYS = {  # how caches lie, how many query tokens there are for how many new one
     "other caches": dict(batch_index=True, tokens=2),
     "left padding": dict(leftpad=True),
     "one position": dict(causal=False, tokens=2),
+    "positions that are no lengths": dict(positions=(9, 0, 200), tokens=2),
     "a window": dict(causal=False, window=(20, 3), tokens=2),
     "packed": dict(ends=(0, 1, 4, 4)),
     "packed, pages": dict(ends=(0, 2, 2, 7), size=16),
@@ -143,13 +144,14 @@ def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
         told["batch_index"] = np.array([2, 1, 0], np.int32)
     padding = {"leftpad": np.array((0, 3, 69), np.int32)} if said.pop("leftpad", False) else {}
     rotary, turn = ((COS[:, :pairs], SIN[:, :pairs]), {"interleaved": interleaved}) if pairs else ((), {})
-    said |= {"splits": 2 if tiles == "few" else None, "return_lse": True}
+    at, said = said.pop("positions", None), said | {"splits": 2 if tiles == "few" else None, "return_lse": True}
     after = (lengths + counts).astype(np.int32)
 
     def put(x):
         return place.put(x.copy())
 
     new, turn = (put(k_new), put(v_new)), {"rotary": tuple(map(put, rotary))} | turn if rotary else {}
+    turn |= {"positions": put(np.array(at))} if at else {}
     where = {name: put(x) for name, x in told.items()}
     padding = {name: put(x) for name, x in padding.items()}
     by_hand, mine, asked = (put(k), put(v)), (put(k), put(v)), put(q)
@@ -189,13 +191,32 @@ def test_new_keys_by_ends_of_their_own(place):
     out = attention.decode(place.put(q), *caches, **where, **new)
     k[0, 3:7], k[1, :1], v[0, 3:7], v[1, :1] = k_new[0, :4], k_new[0, 4:], v_new[0, :4], v_new[0, 4:]
     np.testing.assert_array_equal(place.get(out), agree(place, q, k, v, (7, 1), ends=ends))
-    told = {"lengths": place.put(lengths), "rotary": (place.put(COS), place.put(SIN))}
-    found = attention.decode(place.put(q), *caches, **{**where, **new, **told})
-    others = [place.put(np.zeros_like(k)), place.put(np.zeros_like(v)), *(place.put(q[:, :, :2]) for _ in "kv")]
-    turned = attention.append(*others, cu_seqlens=where["cu_seqlens"], q=place.put(q), **told)
-    attention.append(*caches, *new.values(), cu_seqlens=where["cu_seqlens_new"], **told)
-    after = {"cu_seqlens": where["cu_seqlens"], "lengths": place.put(np.array((7, 1), np.int32))}
-    assert place.get(found).tobytes() == place.get(attention.decode(turned, *caches, **after)).tobytes()
+
+
+TURNED = [  # in which ways queries and keys are rotated where each has ends of its own
+    {},
+    {"causal": False},
+    {"positions": np.array((20, 5)), "interleaved": True, "q_norm": np.linspace(0.5, 2, 64, dtype=np.float32)},
+]
+
+
+@pytest.mark.parametrize("ways", TURNED, ids=lambda ways: ", ".join(ways) or "plain")
+def test_queries_and_new_keys_are_rotated_by_ends_of_their_own(place, ways):
+    """The same bits as by append, which rotates the ones and then writes the others."""
+    lengths, ends, ends_new = (place.put(np.array(x, np.int32)) for x in ((3, 0), (0, 1, 3), (0, 4, 9)))
+    _, k, v = case((3, 0), room=80)
+    q, *new = (place.put(draw((1, tokens, heads, 64), BF16)) for tokens, heads in ((3, 4), (9, 2), (9, 2)))
+    ways = {name: place.put(x) if isinstance(x, np.ndarray) else x for name, x in ways.items()}
+    told, causal = {"lengths": lengths, "rotary": (place.put(COS), place.put(SIN))} | ways, ways.get("causal", True)
+    caches, others = ([place.put(x.copy()) for x in (k, v)] for _ in "12")
+    found = attention.decode(q, *caches, cu_seqlens=ends, cu_seqlens_new=ends_new, k_new=new[0], v_new=new[1], **told)
+    room = [place.put(np.zeros_like(x)) for x in (k, v)]
+    turned = attention.append(*room, q[:, :, :2], q[:, :, :2], cu_seqlens=ends, q=q, **told)
+    told.pop("q_norm", None)
+    attention.append(*others, *new, cu_seqlens=ends_new, **told)
+    after = {"cu_seqlens": ends, "lengths": place.put(np.array((7, 5), np.int32)), "causal": causal}
+    for x, y in zip((found, *caches), (attention.decode(turned, *others, **after), *others), strict=True):
+        assert place.get(x).tobytes() == place.get(y).tobytes()
 
 
 @pytest.mark.gpu
@@ -243,13 +264,14 @@ def test_packed_queries(place, tiles, ends, size):
 
 
 def test_packed_queries_have_the_bits_of_each(place):
-    lengths, ends = (90, 17), (0, 3, 5)
+    """If there are as many of each: of splits of several tiles, whatever others are beside them."""
+    lengths, ends = (500, 390), (0, 3, 6)
     _, k, v = case(lengths)
-    q = draw((1, 5, 4, 64), BF16)
-    out = agree(place, q, k, v, lengths, ends=ends, splits=3, window=(40, 0))
+    q = draw((1, 6, 4, 64), BF16)
+    out = agree(place, q, k, v, lengths, ends=ends, splits=3, window=(400, 0))
     for b, n in enumerate(lengths):
         mine = q[:, ends[b] : ends[b + 1]]
-        alone = agree(place, mine, k[b : b + 1], v[b : b + 1], (n,), splits=3, window=(40, 0))
+        alone = agree(place, mine, k[b : b + 1], v[b : b + 1], (n,), splits=3, window=(400, 0))
         np.testing.assert_array_equal(out[:, ends[b] : ends[b + 1]], alone)
 
 

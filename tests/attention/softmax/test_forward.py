@@ -151,6 +151,44 @@ def test_two_consumers_where_three_leave_multiprocessors_idle():
     assert (config.rows, less.rows) == (192, 128) and config.kv == less.kv and not less.stored
 
 
+@pytest.mark.parametrize("family", ["sm_90"], indirect=True)
+@pytest.mark.parametrize("keys", [512, 2048, 4096, math.inf])
+@pytest.mark.parametrize("variant", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_fewer_consumers_have_the_same_blocks_of_keys(head_dim, variant, keys):
+    """All that bits follow from; those of many short sequences, too, where blocks are asked for."""
+    config = hopper.config_for(head_dim, bf16, variant, keys)
+    for queries, pairs in itertools.product((1, 64, 65, 190, 4096), (1, 4, 16, 100, 132, 528)):
+        less = hopper.fitted(config, queries, 512, pairs, 132, config.kv)
+        for name in ("kv", "head_dim", "value_dim", "dtype", "variant", "lie"):
+            assert getattr(less, name) == getattr(config, name)
+
+
+@pytest.mark.parametrize("family", ["sm_90"], indirect=True)
+@pytest.mark.parametrize(("head_dim", "causal", "seq_kv"), [(64, False, 270), (64, True, 330), (96, True, 1100)])
+def test_fewer_consumers_give_the_same_bits(place, head_dim, causal, seq_kv, monkeypatch, nothing_known):
+    """A head alone, and among as many as leave no multiprocessor idle; a tile of all consumers has rows of each."""
+    shapes, real = set(), hopper.fitted
+
+    def fitted(config, *load):
+        found = real(config, *load)
+        shapes.add((config.consumers, found.consumers))
+        return found
+
+    monkeypatch.setattr(hopper, "fitted", fitted)
+    heads = 3 if isinstance(place, OnInterpreter) else 132
+    q, k, v = inputs(1, 190, seq_kv, heads, heads, head_dim)
+    told = {"causal": causal, "return_lse": True}
+    several = [place.get(x) for x in attention.forward(*map(place.put, (q, k, v)), **told)]
+    one = [np.ascontiguousarray(x[:, :, 1:2]) for x in (q, k, v)]
+    alone = [attention.forward(*map(place.put, (one[0][:, :n], *one[1:])), **told) for n in (190, 70)[: 2 - causal]]
+    assert len({few for _, few in shapes}) > 1 and any(few == most for most, few in shapes), shapes
+    for out, lse in alone:
+        tokens = out.shape[1]
+        np.testing.assert_array_equal(place.get(out)[:, :, 0], several[0][:, :tokens, 1])
+        np.testing.assert_array_equal(place.get(lse)[:, 0], several[1][:, 1, :tokens])
+
+
 # ---- properties ----------------------------------------------------------------------------------------------------
 def test_adding_a_constant_to_the_scores_changes_nothing(place):
     """q k^T grows by the same amount for every key if the keys all move by one vector."""

@@ -54,7 +54,7 @@ def cuts(monkeypatch, nothing_known, request):
         ((530, 77), (2, 2), 128, {}, Cut(1, 2)),
         ((700, 700), (1, 1), 128, dict(causal=True), Cut(1, 2)),  # the last blocks' spans are empty
         ((600, 130), (1, 1), 256, {}, Cut(1, 2)),
-        ((600, 130), (3, 1), 128, dict(window=(200, 50)), Cut(3, 2)),
+        ((600, 130), (3, 1), 128, dict(window=(200, 50), dropout=0.3, seed=7), Cut(3, 2)),
         ((600, 130), (4, 2), 72, dict(causal=True, sink=np.array([1.5, -2, 0, 1], np.float32)), Cut(2, 2)),
         ((300, 90), (3, 1), 64, dict(softcap=3.0), Cut(3, 1)),
     ],
