@@ -3,9 +3,10 @@ text of the kernels, their proof, their machine code. `fuse.kernel` makes of it 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,50 @@ from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import without_grad
 from tiles.launch import watchers
+from tiles.lengths import made
+from tiles.program import Recent
 from tiles.recording import recorded
 
-from . import language, module, place, tune
-from .candidates import Candidate, candidates, chosen
+from . import classes, graph, language, module, place, tune
+from .axes import Axis
+from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
+from .functions import FP8
 from .proof import Proof, proven
 from .trace import Shape, Traced, kinds_of, loose, ordinal_of, rows_alone, shape_of, traced
 
+BEST = 1024  # classes of lengths of which the best way is remembered, of each function
 BECOME_FLOATS = bool, np.generic  # numbers that kernels take as Python's floats only
 
 
 class NoKernel(TypeError):
     """No template computes what a definition says; the message says why."""
+
+
+class BestWay:
+    """The best way to compute a definition for arrays of some classes of lengths (classes.py), and its modules by how products
+    are cut."""
+
+    def __init__(self, name: str, found: Traced, candidate: Candidate):
+        self.name, self.found, self.candidate = name, found, candidate
+        self.modules: dict[tuple[Any, ...], Chosen] = {}
+
+    def module(self, known: Mapping[Axis, Any]) -> Chosen:
+        """The module for these lengths of axes, which may be those of a call that is watched."""
+        schedules = self.candidate.schedules(known)
+        if schedules not in self.modules:
+            self.modules[schedules] = chosen(self.name, self.found, self.candidate.scheduled(schedules))
+        return self.modules[schedules]
+
+
+def refuse_mixed(name: str, found: Traced) -> None:
+    """NoKernel: a product is of arrays of two dtypes. name: of the function."""
+    for x in graph.walk(*found.roots):
+        of = [y.of[0] if y.operation == "transpose" else y for y in x.of] if x.operation == "matmul" else []
+        held = [y.what for y in of if y.operation == "input" and y.what[1] != FP8]
+        if len({dtype for _, dtype in held}) > 1:
+            said = ", ".join(f"{name}.dtype={dtype!r}" for name, dtype in held)
+            raise NoKernel(f"{name}: a product must be of arrays of one dtype, which are here: {said}")
 
 
 class Definition:
@@ -41,6 +73,9 @@ class Definition:
         self.definition, self.name = definition, name if named else "fused"
         self.signature = inspect.signature(definition)
         self.names = list(self.signature.parameters)
+        self.best, self.known_ways = functools.lru_cache(BEST)(self._best), Recent(BEST)
+        self.hows: dict[tuple, tuple[tuple[str, ...], ...]] = {}
+        self.find_hows = once(self.hows, lambda shapes: classes.lengths(self._trace(shapes)))
         self.leading_are_rows: dict[tuple, bool] = {}
         self.find_leading = once(self.leading_are_rows, lambda shapes: rows_alone(self._trace(shapes).roots))
 
@@ -111,20 +146,76 @@ class Definition:
             raise NoKernel(f"{self.name}: {place.why(found.roots, card)}")
         return every
 
-    def _candidates(self, found: Traced, ordinal: int | None) -> list[Candidate]:
-        """All ways to compute it on a GPU, the best first: as measured there, if `tune` did, else by the roofline. ordinal: the
-        GPU's number, None in the interpreter. NoKernel: there is none."""
-        every = self._ranked(found, card(ordinal))
-        if ordinal is None or len(every) == 1:
-            return every
-        seconds = tune.remembered([chosen(self.name, found, one) for one in every[: tune.FEW]], card(ordinal).name)
-        return tune.ranked(every, seconds) if seconds else every
-
-    def _ways(self, shapes: tuple[Shape, ...], ordinal: int | None) -> tuple[Traced, list[Candidate]]:
-        """(the definition as terms, the ways to compute it, best first), for arrays of these shapes on this GPU. A call takes
-        the first one (program.py). NoKernel: there is none."""
+    def _candidates(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card) -> tuple[Traced, list[Candidate]]:
+        """(the definition as terms, all ways to compute it on a card, the best first), for arrays of these shapes, which stand
+        for their class: as measured on this GPU, if `tune` did, else by the roofline. NoKernel: there is none."""
         found = self._trace(shapes)
-        return found, self._candidates(found, ordinal)
+        every = self._ranked(found, at)
+        if ordinal is None or len(every) == 1:
+            return found, every
+        seconds = tune.remembered(tune.key(self.name, found, every[: tune.FEW], at.name))
+        return found, tune.ranked(every, seconds) if seconds else every
+
+    # ---- classes of lengths (classes.py) -----------------------------------------------------------------------------
+    def _hows(self, shapes: tuple[Shape, ...]) -> list[tuple[tuple[str, ...], ...]]:
+        """How the lengths of these arguments may be taken, the one to try first first: keys stand for others only where
+        attention's own kernels serve."""
+        kinds = kinds_of(shapes)
+        self.find_hows(kinds)
+        hows = self.hows[kinds]
+        exact = tuple([tuple([classes.EXACT if one == classes.OF_KEYS else one for one in some]) for some in hows])
+        return [hows] if exact == hows else [hows, exact]
+
+    def stand_in(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        """The shapes that stand for the class of these."""
+        hows = self._hows(shapes)[0]
+        known, lengths = classes.rounded(shapes, hows)
+        return classes.filled(known, hows, lengths)
+
+    def _of_class(
+        self, shapes: tuple[Shape, ...], hows: Sequence[Sequence[str]], ordinal: int | None, at: Card
+    ) -> tuple[Traced, list[Candidate]] | None:
+        """The same as `_candidates` for the class of these shapes; None if keys do not stand for others there."""
+        known, lengths = classes.rounded(shapes, hows)
+        found, every = self._candidates(classes.filled(known, hows, lengths), ordinal, at)
+        axes = [axis.root for (_, x), how in zip(found.inputs, hows) for axis, one in zip(x.names, how) if one == classes.OF_KEYS]
+        return None if axes and place.has_columns(every[0].way, axes) else (found, every)
+
+    def _ways(
+        self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None
+    ) -> tuple[Traced, list[Candidate]]:
+        """(the definition as terms, for shapes that stand for the class of these, the ways to compute it for arrays of these
+        shapes, best first), on this GPU, or on a card. A call takes the first one (program.py). NoKernel: there is none."""
+        served = (self._of_class(shapes, hows, ordinal, at or card(ordinal)) for hows in self._hows(shapes))
+        found, every = next(filter(None, served))
+        known = classes.known_extents(found, shapes)
+        return found, [one.scheduled(one.schedules(known)) for one in every]
+
+    def way(self, shapes: tuple[Shape, ...], ordinal: int | None) -> BestWay:
+        """The best way to compute it for arrays of these shapes, whose lengths may be those of a call that is watched: it is
+        looked up by what stands for their class."""
+        for hows in self._hows(shapes):
+            known, lengths = classes.rounded(shapes, hows)
+            found = classes.value(made(self.best, known, ordinal, hows, *lengths))
+            if found is not None:
+                return found
+        raise AssertionError("lengths that are taken exactly are always served")
+
+    def _best(
+        self, known: tuple[Shape, ...], ordinal: int | None, hows: tuple[tuple[str, ...], ...], *lengths: int
+    ) -> BestWay | None:
+        """See `way`. It is one object for all classes that have the same modules."""
+        shapes = classes.filled(known, hows, lengths)
+        refuse_mixed(self.name, self._trace(shapes))
+        first, *others = self._hows(shapes)
+        if others and hows == first and self._of_class(shapes, hows, ordinal, card(ordinal)) is None:
+            return None
+        found, every = self._ways(shapes, ordinal)
+        key = known, ordinal, every[0].identity
+        if (best := self.known_ways.get(key)) is None:
+            best = BestWay(self.name, found, every[0])
+            self.known_ways.put(key, best)
+        return best
 
     def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
         """The same for these arrays. NoKernel: a call with them would run by parts."""
@@ -151,14 +242,16 @@ class Definition:
         """Measure the best candidates on the GPU that these arrays are on, and remember the fastest on disk; calls find it from
         then on. say: a function that is told what is going on. ValueError: the arrays are in host memory."""
         flat, _ = self._rows(self._arguments(arrays))
-        found, ordinal = self.trace(flat), ordinal_of(flat)
+        ordinal, shapes = ordinal_of(flat), self._shapes(flat)
         if ordinal is None:
             raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")
-        every = candidates(found, card(ordinal))
-        made = [chosen(self.name, found, one) for one in every[: tune.FEW]]
+        found, every = self._ways(shapes, None, card(ordinal))  # by the roofline
+        modules = [chosen(self.name, found, one) for one in every[: tune.FEW]]
+        known = classes.known_extents(found, shapes)
         given = [without_grad(x.T if s.turned else x) for x, s in zip(flat, self._shapes(flat))]
-        seconds = tune.measure(self.name, made, given, say)
-        tune.remember(made, card(ordinal).name, seconds)
+        seconds = tune.measure(self.name, modules, known, given, say)
+        tune.remember(tune.key(self.name, found, every[: tune.FEW], card(ordinal).name), seconds)
+        self.best.cache_clear()
         return tune.ranked(every, seconds)
 
     # ---- machine code ahead of time ----------------------------------------------------------------------------------
@@ -182,17 +275,17 @@ class Definition:
     def launches(self, shapes: Sequence[Shape], card: Card) -> list[tuple[Any, ...]]:
         """What a call with arrays of these shapes launches on a card, by the roofline, though there are no arrays: for each
         launch (kernel, Numba's types of the arguments, threads, bytes of shared memory)."""
-        found = self._trace(tuple(shapes))
-        made = chosen(self.name, found, self._ranked(found, card)[0])
+        found, every = self._ways(tuple(shapes), None, card)
+        module_of, known = chosen(self.name, found, every[0]), classes.known_extents(found, shapes)
         forms = [c_ordered(s.in_memory, s.dtype, None) for s in shapes if s.extents]
         dtype = next(s.dtype for s in shapes if s.extents)
-        forms += [c_ordered(x.extents, x.held_as(dtype), None) for x in made.written]
+        forms += [c_ordered(classes.extents_at(x, known), x.held_as(dtype), None) for x in module_of.written]
         operands = iter([Operand(n, form) for n, form in enumerate(forms)])
         given = [next(operands) if s.extents else 0.5 for s in shapes]
         seen: list[tuple[Any, ...]] = []
         watchers.append(lambda *launch: seen.append(launch))
         try:
-            recorded(module.load(made.text, self.name).launch, *given, *operands, places=len(forms))
+            recorded(module.load(module_of.text, self.name).launch, *given, *operands, places=len(forms))
         finally:
             watchers.pop()
         return seen

@@ -45,7 +45,7 @@ from .bound_launch import Bound, Contents, Frames
 from .device import device
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
-from .lengths import made
+from .lengths import Length, made
 from .loaded_code import Loaded, load
 from .numba_types import Value
 from .recording import Recorded
@@ -270,7 +270,8 @@ class Launch:
             return Interpreted(self, values, None if place is None else device(place))
         nbytes = self.shared.nbytes if self.shared else 0
         code = load(self.kernel, types_of(self.kernel, given), device(place), nbytes)
-        slots, plain, maps, places, arrays = [], [], [], [], 0
+        slots: list[Any] = []
+        plain, maps, places, arrays = [], [], [], 0
         for p in given:
             if p.encoding:
                 maps.append((len(places), arrays, p.encoding))
@@ -279,8 +280,9 @@ class Launch:
                 plain.append((len(slots) + p.place, arrays))
             arrays += p.array is not None
             slots.extend(p.slots)
-        contents = Contents(self.grid, struct.pack(f"<{len(slots)}Q", *slots), plain, maps)
-        return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places), self.early)
+        contents = made(Contents, self.grid, made(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
+        frames = Frames(len(slots), places)
+        return made(Bound, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
 
     def __call__(self, *args, **named) -> None:
         if named:
@@ -314,7 +316,7 @@ def _extents(name, given):
         raise ValueError(f"launch: {name} must be a positive integer or a tuple of up to three, got {given!r}")
     if name == "grid" and any(n > MOST_BLOCKS for n in extents[1:]):
         raise ValueError(f"launch: grid must have at most {MOST_BLOCKS} blocks along its second and third axis, got {given!r}")
-    return tuple(map(int, extents)) + (1,) * (3 - len(extents))
+    return tuple([n if isinstance(n, Length) else int(n) for n in extents]) + (1,) * (3 - len(extents))
 
 
 def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early=False) -> Launch:

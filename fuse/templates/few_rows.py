@@ -155,6 +155,10 @@ class FewRows(Product):
         return Schedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
 
     @property
+    def cut(self) -> Any:
+        return self.schedule
+
+    @property
     def most_rows(self) -> int:
         """The most rows that the kernel takes."""
         return self.schedule.rows if self.schedule else 0
