@@ -73,6 +73,8 @@ class Definition:
         self.definition, self.name = definition, name if named else "fused"
         self.signature = inspect.signature(definition)
         self.names = list(self.signature.parameters)
+        parameters = self.signature.parameters.values()
+        self.defaults = tuple([p.default for p in parameters if p.default is not p.empty])  # of the last ones
         self.best, self.known_ways = functools.lru_cache(BEST)(self._best), Recent(BEST)
         self.hows: dict[tuple, tuple[tuple[str, ...], ...]] = {}
         self.find_hows = once(self.hows, lambda shapes: classes.lengths(self._trace(shapes)))
@@ -83,7 +85,10 @@ class Definition:
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
         """One argument for each parameter, defaults included; NumPy's numbers and truth values as Python's floats. TypeError:
         there are too few arguments, or too many."""
-        if len(arrays) != len(self.names) or named:
+        missing = len(self.names) - len(arrays)
+        if missing and not named and 0 <= missing <= len(self.defaults):
+            arrays = (*arrays, *self.defaults[-missing:])
+        elif missing or named:
             try:
                 bound = self.signature.bind(*arrays, **named or {})
             except TypeError as error:
@@ -100,7 +105,7 @@ class Definition:
         deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
         if deep is None:
             return list(arrays), ()
-        kinds = self._kinds(self.find_leading, arrays)
+        _, kinds = self._kinds(self.find_leading, arrays)
         if not self.leading_are_rows[kinds]:
             return list(arrays), ()
         lead = tuple(deep.shape[:-1])
@@ -111,16 +116,17 @@ class Definition:
         """What tracing must know of each argument, whose leading axes are rows."""
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
 
-    def _kinds(self, find: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple:
-        """The kinds of these arguments, after `find` (see once) has found what it finds for them. If it refuses them, the error
-        speaks of the shapes of these arrays, not of those that it was tried with."""
-        kinds = kinds_of(self._shapes(arrays))
+    def _kinds(self, find: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple[tuple[Shape, ...], tuple]:
+        """(the shapes of these arguments, their kinds), after `find` (see once) has found what it finds for these. If it refuses
+        them, the error speaks of the shapes of these arrays, not of those that it was tried with."""
+        shapes = self._shapes(arrays)
+        kinds = kinds_of(shapes)
         try:
             find(kinds)
         except (TypeError, ValueError):
             self.trace(arrays)
             raise
-        return kinds
+        return shapes, kinds
 
     # ---- what is found for them --------------------------------------------------------------------------------------
     def trace(self, arrays: Sequence[Any]) -> Traced:
@@ -159,12 +165,14 @@ class Definition:
     # ---- classes of lengths (classes.py) -----------------------------------------------------------------------------
     def _hows(self, shapes: tuple[Shape, ...]) -> list[tuple[tuple[str, ...], ...]]:
         """How the lengths of these arguments may be taken, the one to try first first: keys stand for others only where
-        attention's own kernels serve."""
+        attention's own kernels serve, and where these cut them into parts, for others that can be cut so."""
         kinds = kinds_of(shapes)
         self.find_hows(kinds)
         hows = self.hows[kinds]
-        exact = tuple([tuple([classes.EXACT if one == classes.OF_KEYS else one for one in some]) for some in hows])
-        return [hows] if exact == hows else [hows, exact]
+        if not any(classes.OF_KEYS in some for some in hows):
+            return [hows]
+        others = classes.OF_PARTS, classes.EXACT
+        return [hows, *(tuple([tuple([by if x == classes.OF_KEYS else x for x in some]) for some in hows]) for by in others)]
 
     def stand_in(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         """The shapes that stand for the class of these."""
@@ -178,8 +186,10 @@ class Definition:
         """The same as `_candidates` for the class of these shapes; None if keys do not stand for others there."""
         known, lengths = classes.rounded(shapes, hows)
         found, every = self._candidates(classes.filled(known, hows, lengths), ordinal, at)
-        axes = [axis.root for (_, x), how in zip(found.inputs, hows) for axis, one in zip(x.names, how) if one == classes.OF_KEYS]
-        return None if axes and place.has_columns(every[0].way, axes) else (found, every)
+        inputs = zip((x for _, x in found.inputs), hows)
+        keys = {axis.root: one for x, how in inputs for axis, one in zip(x.names, how) if one in classes.COLUMNS_OF_SCORES}
+        parts = classes.OF_KEYS in keys.values() and place.has_parts(every[0].way)
+        return None if parts or place.has_columns(every[0].way, keys) else (found, every)
 
     def _ways(
         self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None
@@ -207,8 +217,7 @@ class Definition:
         """See `way`. It is one object for all classes that have the same modules."""
         shapes = classes.filled(known, hows, lengths)
         refuse_mixed(self.name, self._trace(shapes))
-        first, *others = self._hows(shapes)
-        if others and hows == first and self._of_class(shapes, hows, ordinal, card(ordinal)) is None:
+        if self._of_class(shapes, hows, ordinal, card(ordinal)) is None:
             return None
         found, every = self._ways(shapes, ordinal)
         key = known, ordinal, every[0].identity

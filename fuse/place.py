@@ -80,6 +80,11 @@ def has_columns(way: Way, axes: Iterable[Axis]) -> bool:
     return any(x.names[-1] is not None and x.names[-1].root in axes for x in of)
 
 
+def has_parts(way: Way) -> bool:
+    """Is there an attention whose keys are cut into equal parts?"""
+    return any(isinstance(kernel, AttentionOfParts) for kernel in way.kernels)
+
+
 class Search:
     """The search for ways on a card. It remembers the ways to each group of terms, because the forms of a function share most
     of their terms."""

@@ -121,8 +121,7 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
     plain = not (folds or computes or parts)
     slots = [] if folds else [one.slot for one in results]
     into = ", ".join([*(name for name, _ in outs), *slots])
-    blocks = f"min(rows * cols, tiles.processors({result}))"
-    blocks = f"BLOCKS * min(rows * cols, tiles.processors({result}) // BLOCKS)" if s.blocks > 1 else blocks
+    blocks = f"tiles.persistent_blocks(rows * cols, {result}{', cluster=BLOCKS' * (s.blocks > 1)})"
     leaves = _folded(folds, s.parts, told) if folds else _sent(s.parts, several, told, "batch, " * batch, into, plain, coming)
     arguments = [*operands, *outs, *arrays.items()]
     return {
