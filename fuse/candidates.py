@@ -114,7 +114,8 @@ class Chosen(NamedTuple):
     """A way to compute a definition, as a module. text: the module. names: what the arguments are called there. outs: the
     names of the results. scratch: the terms that are kept in memory between kernels. written: the results and those. kernels:
     in the order of their launches. terms: the term that each parameter of the module's `launch` stands for. early: of each
-    launch that may begin early, the places among these of what it reads then, and of what it writes; None of others."""
+    launch that may begin early, the places among these of what it reads then, and of what it writes; None of others. code: of
+    each kernel its name and what decides its machine code."""
 
     text: str
     names: tuple[str, ...]
@@ -124,6 +125,7 @@ class Chosen(NamedTuple):
     kernels: tuple[Any, ...]
     terms: tuple[Term, ...]
     early: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    code: tuple[tuple[str, str], ...]
 
 
 @functools.lru_cache(1024)
@@ -157,10 +159,11 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
     text = module.assemble(title, put(function), texts, [*map(put, taken)], [*map(put, views)])
     written = (*candidate.roots, *scratch)
     every = (*(x for _, x in found.inputs), *written)
+    code = tuple([(kernel, text.code) for kernel, text in texts if text.kernel])
     at = {x: n for n, x in enumerate(every)}
     early = [
         (tuple(map(at.__getitem__, kernel.ahead)), tuple(map(at.__getitem__, kernel.roots))) if kernel.early else None
         for kernel in way.kernels
         if kernel.launched
     ]
-    return Chosen(text, tuple(map(put, given)), found.outs, tuple(scratch), written, way.kernels, every, tuple(early))
+    return Chosen(text, tuple(map(put, given)), found.outs, tuple(scratch), written, way.kernels, every, tuple(early), code)

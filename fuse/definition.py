@@ -294,7 +294,7 @@ class Definition:
         seen: list[tuple[Any, ...]] = []
         watchers.append(lambda *launch: seen.append(launch))
         try:
-            recorded(module.load(module_of.text, self.name).launch, *given, *operands, places=len(forms))
+            recorded(module.load(module_of.text, self.name, module_of.code).launch, *given, *operands, places=len(forms))
         finally:
             watchers.pop()
         return seen

@@ -119,7 +119,7 @@ def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbe
     operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
     places = len(problem.schema.places) + len(scratch)
     try:
-        steps, more = recorded(module.load(made.text, function.name).launch, *operands, places=places)
+        steps, more = recorded(module.load(made.text, function.name, made.code).launch, *operands, places=places)
     except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
         of_kernel = {array(its): name for its, name in zip(made.names, function.names)}
         said = re.sub(r"\bg[A-Z]\w*", lambda found: of_kernel.get(found[0], found[0]), str(error))

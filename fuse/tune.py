@@ -43,7 +43,7 @@ def measure(
     for n, one in enumerate(made):
         say(f"{name}: candidate {n + 1} of {len(made)}")
         make = [first.kind.maker(home, extents_at(x, known), x.held_as(first.dtype))() for x in one.written]
-        launch = module.load(one.text, name).launch
+        launch = module.load(one.text, name, one.code).launch
         found.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
     return found
 

@@ -51,7 +51,7 @@ from .schema import Schema
 from .traced_plans import TracedPlan, Variable
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
-KINDS, TURNS = 1024, 12  # how many kinds of forms, alike but for lengths, are remembered; how many traced plans of each kind
+KINDS, TURNS = 1024, 32  # how many kinds of forms, alike but for lengths, are remembered; how many traced plans of each kind
 EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
 BEGINS = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
 
