@@ -25,7 +25,7 @@ from .trace import Shape, Traced
 FEWEST = 16  # rows, from which on their number counts: no tile has fewer
 ROWS, BATCH, OF_KEYS, OF_PARTS, EXACT = "rows", "batch", "keys", "parts", ""  # how the length of an axis is taken
 COLUMNS_OF_SCORES = OF_KEYS, OF_PARTS
-PARTS_OF_KEYS, KEYS = 128, 1024  # the most equal parts that keys are cut into, and from how many keys on (attention_of_parts.py)
+PARTS_OF_KEYS, KEYS = 128, 512  # the most equal parts that keys are cut into, and the fewest of one (attention_of_parts.py)
 
 
 def representative(n: int, how: str) -> int:
@@ -34,7 +34,7 @@ def representative(n: int, how: str) -> int:
         return n
     most = max(1 << (n - 1).bit_length(), FEWEST if how != BATCH else 1)
     least = n & -n
-    return most - least if how == OF_PARTS and n >= KEYS and least < PARTS_OF_KEYS else most
+    return most - least if how == OF_PARTS and n > KEYS and least < PARTS_OF_KEYS else most
 
 
 def lengths(found: Traced) -> tuple[tuple[str, ...], ...]:

@@ -77,7 +77,7 @@ class Definition:
         self.defaults = tuple([p.default for p in parameters if p.default is not p.empty])  # of the last ones
         self.best, self.known_ways = functools.lru_cache(BEST)(self._best), Recent(BEST)
         self.hows: dict[tuple, tuple[tuple[str, ...], ...]] = {}
-        self.find_hows = once(self.hows, lambda shapes: classes.lengths(self._trace(shapes)))
+        self.find_hows = once(self.hows, lambda shapes: classes.lengths(self._whole(shapes)))
         self.leading_are_rows: dict[tuple, bool] = {}
         self.find_leading = once(self.leading_are_rows, lambda shapes: rows_alone(self._trace(shapes).roots))
 
@@ -144,6 +144,10 @@ class Definition:
             name, known = getattr(error, "name", None), language.__all__
             cure = f"use fuse.{name}" if name in known else f"it is written with operators and fuse's {', '.join(known)}"
             raise type(error)(f"{self.name}: {error}; {cure}") from error
+
+    def _whole(self, shapes: tuple[Shape, ...]) -> Traced:
+        """All that the definition says, by kernels or not."""
+        return self._trace(shapes)
 
     def _ranked(self, found: Traced, card: Card) -> list[Candidate]:
         """All ways to compute it on a card, the best by the roofline first. NoKernel: there is none."""

@@ -153,7 +153,7 @@ def _call(kernel: str, launch: str, given: str, taken: Iterable[str]) -> list[st
     if len(whole) <= WIDTH - 4:
         return [whole]
     run, some, count = (unused(one, taken) for one in ("run", "given", "blocks"))
-    if len(f"{run} = tiles.launch({kernel}, {launch})") > WIDTH - 4 and count not in launch:
+    if len(f"{run} = tiles.launch({kernel}, {launch})") > WIDTH - 4 and not re.search(rf"\b{count}\b", launch):
         blocks, *others = cut_at_commas(launch)
         return [f"{count} = {blocks}", *_call(kernel, ", ".join([count, *others]), given, taken)]
     arrays = cut_at_commas(given)
