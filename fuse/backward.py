@@ -308,7 +308,7 @@ class Gradient(Fused):
 
     def _sums(self, arrays: Sequence[Any]) -> bool:
         """Is this the gradient that serves arrays of these lengths, and not the one without sums?"""
-        return not self.sums or sums_by_kernels(self._whole(self.stand_in(self._shapes(self._rows(arrays)[0]))).roots)
+        return not self.sums or sums_by_kernels(self.of_class(self._whole, self._shapes(self._rows(arrays)[0])).roots)
 
     def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
         given = self._arguments(arrays)
@@ -319,7 +319,7 @@ class Gradient(Fused):
         at the end are done here."""
         flat, _ = self._rows(arrays)
         shapes = self._shapes(flat)
-        found = self._whole(self.stand_in(shapes))
+        found = self.of_class(self._whole, shapes)
         made = pieces(found.roots, self.sums)
         known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, flat, shapes)}
         if made:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 import inspect
 import keyword
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -178,11 +179,22 @@ class Definition:
         others = classes.OF_PARTS, classes.EXACT
         return [hows, *(tuple([tuple([by if x == classes.OF_KEYS else x for x in some]) for some in hows]) for by in others)]
 
-    def stand_in(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-        """The shapes that stand for the class of these."""
+    def of_class(self, trace: Callable[[tuple[Shape, ...]], Traced], shapes: tuple[Shape, ...]) -> Traced:
+        """What `trace` finds for the shapes that stand for the class of these. If it refuses them, the error speaks of these."""
         hows = self._hows(shapes)[0]
         known, lengths = classes.rounded(shapes, hows)
-        return classes.filled(known, hows, lengths)
+        with self._in_words_of(shapes, trace):
+            return trace(classes.filled(known, hows, lengths))
+
+    @contextmanager
+    def _in_words_of(self, shapes: tuple[Shape, ...], check: Callable[[tuple[Shape, ...]], Any]) -> Iterator[None]:
+        """An error inside is raised as `check` raises it for these shapes, if it does."""
+        try:
+            yield
+        except (TypeError, ValueError):
+            if all(isinstance(n, int) for s in shapes for n in s.extents):  # nobody watches
+                check(shapes)
+            raise
 
     def _of_class(
         self, shapes: tuple[Shape, ...], hows: Sequence[Sequence[str]], ordinal: int | None, at: Card
@@ -200,19 +212,22 @@ class Definition:
     ) -> tuple[Traced, list[Candidate]]:
         """(the definition as terms, for shapes that stand for the class of these, the ways to compute it for arrays of these
         shapes, best first), on this GPU, or on a card. A call takes the first one (program.py). NoKernel: there is none."""
-        served = (self._of_class(shapes, hows, ordinal, at or card(ordinal)) for hows in self._hows(shapes))
-        found, every = next(filter(None, served))
+        at = at or card(ordinal)
+        with self._in_words_of(shapes, lambda shapes: self._ranked(self._trace(shapes), at)):
+            served = (self._of_class(shapes, hows, ordinal, at) for hows in self._hows(shapes))
+            found, every = next(filter(None, served))
         known = classes.known_extents(found, shapes)
         return found, [one.scheduled(one.schedules(known)) for one in every]
 
     def way(self, shapes: tuple[Shape, ...], ordinal: int | None) -> BestWay:
         """The best way to compute it for arrays of these shapes, whose lengths may be those of a call that is watched: it is
         looked up by what stands for their class."""
-        for hows in self._hows(shapes):
-            known, lengths = classes.rounded(shapes, hows)
-            found = classes.value(made(self.best, known, ordinal, hows, *lengths))
-            if found is not None:
-                return found
+        with self._in_words_of(shapes, lambda shapes: self._ways(shapes, ordinal)):
+            for hows in self._hows(shapes):
+                known, lengths = classes.rounded(shapes, hows)
+                found = classes.value(made(self.best, known, ordinal, hows, *lengths))
+                if found is not None:
+                    return found
         raise AssertionError("lengths that are taken exactly are always served")
 
     def _best(
