@@ -8,7 +8,7 @@ import inspect
 import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from .proof import Proof, proven
 from .trace import Shape, Traced, kinds_of, loose, ordinal_of, rows_alone, shape_of, traced
 
 BEST = 1024  # classes of lengths of which the best way is remembered, of each function
+T = TypeVar("T")
 BECOME_FLOATS = bool, np.generic  # numbers that kernels take as Python's floats only
 
 
@@ -179,7 +180,7 @@ class Definition:
         others = classes.OF_PARTS, classes.EXACT
         return [hows, *(tuple([tuple([by if x == classes.OF_KEYS else x for x in some]) for some in hows]) for by in others)]
 
-    def of_class(self, trace: Callable[[tuple[Shape, ...]], Traced], shapes: tuple[Shape, ...]) -> Traced:
+    def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
         """What `trace` finds for the shapes that stand for the class of these. If it refuses them, the error speaks of these."""
         hows = self._hows(shapes)[0]
         known, lengths = classes.rounded(shapes, hows)
