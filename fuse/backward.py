@@ -366,7 +366,7 @@ class Gradient(Fused):
         first = next(s.dtype for s in shapes if s.extents)
         return tuple([cast(x, root.held_as(first)) for x, root in zip(by_framework(found.roots, known), found.roots)])
 
-    def explain(self, *arrays: Any) -> str:
+    def explain(self, *arrays: Any, rows: int = 0) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline estimates, and what the framework does
         at the end."""
         flat, _ = self._rows(self._arguments(arrays))
@@ -375,7 +375,7 @@ class Gradient(Fused):
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
         made = pieces(found.roots, self.sums)
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
-        kernels = super().explain(*arrays) if made else "There is no kernel."
+        kernels = super().explain(*arrays, rows=rows) if made else "There is no kernel."
         return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 

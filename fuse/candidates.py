@@ -34,6 +34,11 @@ class Candidate(NamedTuple):
         return f"{self.way}: {1e6 * self.way.seconds:.1f} us by the roofline{measured}"
 
     @property
+    def summary(self) -> str:
+        """In a few words: what each kernel does."""
+        return ", then ".join([kernel.explained().partition(", ")[0] for kernel in self.way.kernels])
+
+    @property
     def identity(self) -> tuple[Any, ...]:
         """What two candidates for arrays of the same kinds have in common whose modules have the same text, but for how their
         products are cut."""

@@ -22,6 +22,7 @@ from .graph import is_index, softmax_of
 from .terms import Term
 from .trace import Shape, Traced
 
+TALL = 128  # rows of the tallest tile
 FEWEST = 16  # rows, from which on their number counts: no tile has fewer
 ROWS, BATCH, OF_KEYS, OF_PARTS, EXACT = "rows", "batch", "keys", "parts", ""  # how the length of an axis is taken
 COLUMNS_OF_SCORES = OF_KEYS, OF_PARTS
@@ -35,6 +36,11 @@ def representative(n: int, how: str) -> int:
     most = max(1 << (n - 1).bit_length(), FEWEST if how != BATCH else 1)
     least = n & -n
     return most - least if how == OF_PARTS and n > KEYS and least < PARTS_OF_KEYS else most
+
+
+def last_alike(rows: int) -> int:
+    """The greatest number of rows that is cut as this one: the last of its tile, or of its class if that is less."""
+    return min(representative(rows, ROWS), -(-rows // TALL) * TALL)
 
 
 def lengths(found: Traced) -> tuple[tuple[str, ...], ...]:

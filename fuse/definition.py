@@ -261,6 +261,32 @@ class Definition:
         found, every = self._served(arrays)
         return chosen(self.name, found, every[0]).text
 
+    def table(self, arrays: Sequence[Any], most: int) -> dict[str, list[tuple[int, int]]]:
+        """{what the kernels do, in words: for which numbers of rows, (first, last) of each range}, of 1 to `most` rows, the
+        other lengths being those of these arrays. Empty if the number of rows is taken exactly. NoKernel: see `candidates`."""
+        flat, _ = self._rows(self._arguments(arrays))
+        shapes, ordinal = self._shapes(flat), ordinal_of(flat)
+        found, hows = self._whole(shapes), self._hows(shapes)[0]
+        rows = next((x.names[-2].root for x in found.roots if x.names[-2] is not None), None)
+        inputs = [x for _, x in found.inputs]
+        if not any(one and axis and axis.root is rows for x, how in zip(inputs, hows) for axis, one in zip(x.names, how)):
+            return {}
+        table, first = dict[str, list[tuple[int, int]]](), 1
+        while first <= most:
+            last = min(classes.last_alike(first), most)
+            there = []
+            for x, s in zip(inputs, shapes):
+                extents = tuple([last if axis and axis.root is rows else n for axis, n in zip(x.names, s.in_memory)])
+                there.append(s._replace(extents=extents[::-1] if s.turned else extents))
+            best = self._ways(tuple(there), ordinal)[1][0]
+            ranges = table.setdefault(best.summary, [])
+            if ranges and ranges[-1][1] == first - 1:
+                ranges[-1] = ranges[-1][0], last
+            else:
+                ranges.append((first, last))
+            first = last + 1
+        return table
+
     def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
         """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked. The
         proof prints the seed that its random primes follow from; with `seed` it is repeated."""

@@ -196,11 +196,18 @@ class Fused(Definition):
         self.programs.clear()  # they have plans with what was best before
         return ranked
 
-    def explain(self, *arrays: Any) -> str:
+    def explain(self, *arrays: Any, rows: int = 0) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline estimates; and why a call with these
-        arrays runs by parts, if it does."""
+        arrays runs by parts, if it does.
+
+        rows: up to how many rows a table says which kernels serve which numbers of rows; 0 for none."""
         try:
-            return self.candidates(*arrays)[0].explained()
+            said = self.candidates(*arrays)[0].explained()
+            ranges = [
+                f"{', '.join(f'{first} to {last}' for first, last in some)} rows: {what}."
+                for what, some in self.table(arrays, rows).items()
+            ]
+            return "\n".join([said, *ranges])
         except NoKernel as error:
             return f"A call with these arrays runs by parts, and no kernel serves it. {error}."
 

@@ -53,10 +53,10 @@ class Schedule(NamedTuple):
 
     def __str__(self):
         pairs = " by pairs of blocks" if self.blocks > 1 else ""
-        return f"tiles of {ROWS} x {self.columns}, {self.stages} stages{pairs}"
+        return f"tiles of {ROWS} x {self.columns} through {self.stages} stages{pairs}"
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(256)
 def schedule(
     m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
 ) -> Schedule:
@@ -161,7 +161,7 @@ class ManyRows(Product):
     def explained(self) -> str:
         """What it does, in words."""
         s = self.schedule
-        told = [f"a product of many rows in tiles of {ROWS} x {s.columns}, through {s.stages} stages"]
+        told = [f"a product of many rows in {s}"]
         told += (
             [f"{self.extension.left} @ its weights is {'one step' if self.extension.narrow else 'steps'} more along k"]
             if self.extension

@@ -50,10 +50,10 @@ class Schedule(NamedTuple):
     parts: int
 
     def __str__(self):
-        return f"tiles of {self.rows} x {self.columns}, {self.stages} stages"
+        return f"tiles of {self.rows} x {self.columns} through {self.stages} stages"
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(256)
 def schedule(batch: int, m: int, n: int, products: int, rank: int, folds: bool) -> Schedule:
     """The schedule of a batch of products of m rows and n columns. rank: see SinceAmpere. folds: are tiles as wide as a
     part?"""
@@ -120,7 +120,7 @@ class SinceAmpere(Product):
     def explained(self) -> str:
         """What it does, in words."""
         s = self.schedule
-        told = f"a product by mma.sync in tiles of {s.rows} x {s.columns}, which come by cp.async through {s.stages} stages"
+        told = f"a product by mma.sync in {s}, which come by cp.async"
         return ", ".join([told, *self.riding])
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
