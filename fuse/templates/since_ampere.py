@@ -9,7 +9,6 @@ since_ampere.jinja is the kernel; here stands when it serves, how it is cut, and
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,7 +52,6 @@ class Schedule(NamedTuple):
         return f"tiles of {self.rows} x {self.columns} through {self.stages} stages"
 
 
-@functools.lru_cache(256)
 def schedule(batch: int, m: int, n: int, products: int, rank: int, folds: bool) -> Schedule:
     """The schedule of a batch of products of m rows and n columns. rank: see SinceAmpere. folds: are tiles as wide as a
     part?"""
