@@ -25,7 +25,7 @@ from .trace import Shape, Traced
 TALL = 128  # rows of the tallest tile
 FEWEST = 16  # rows, from which on their number counts: no tile has fewer
 ROWS, BATCH, OF_KEYS, OF_PARTS, EXACT = "rows", "batch", "keys", "parts", ""  # how the length of an axis is taken
-COLUMNS_OF_SCORES = OF_KEYS, OF_PARTS
+OF_SCORES = OF_KEYS, OF_PARTS
 PARTS_OF_KEYS, KEYS = 128, 512  # the most equal parts that keys are cut into, and the fewest of one (attention_of_parts.py)
 
 
@@ -54,7 +54,7 @@ def lengths(found: Traced) -> tuple[tuple[str, ...], ...]:
     for x in every:
         if x.operation == "matmul" and softmax_of(x.of[0]) is not None and (keys := x.of[0].names[-1]) is not None:
             scores.setdefault(keys.root, set()).update(graph.walk(x.of[0]))
-    exact = {axis for axis, _ in graph.indices(found.roots).values()} | found.space.asked
+    exact: set[Axis | None] = {axis for axis, _ in graph.indices(found.roots).values()} | found.space.asked
     exact |= {x.what[0] for x in every if x.operation == "length"}
     for x in dict.fromkeys([*every, *(x for _, x in found.inputs)]):
         if not x.ndim or is_index(x) or x.names[-1] is None or (x.operation == "transpose" and x not in found.roots):
@@ -62,14 +62,14 @@ def lengths(found: Traced) -> tuple[tuple[str, ...], ...]:
         axis = x.names[-1].root
         if x.operation == "input" or x in found.roots or x not in scores.get(axis, ()):
             exact.add(axis)
-    exact = {axis.root for axis in exact if axis is not None}
+    taken = {axis.root for axis in exact if axis is not None}
     made_of_others = {axis.root for x in every for axis in x.names if axis is not None and _made(axis.root)}
-    exact |= made_of_others | {*elementary(made_of_others)}
+    taken |= made_of_others | {*elementary(made_of_others)}
 
     hows = dict[Axis, str]()
     for _, x in found.inputs:
         for place, axis in enumerate(x.names):
-            if axis is not None and axis.root not in exact:
+            if axis is not None and axis.root not in taken:
                 how = OF_KEYS if axis.root in scores else BATCH if place < x.ndim - 2 else ROWS
                 hows[axis.root] = how if how != BATCH else hows.get(axis.root, how)
     return tuple([tuple([EXACT if axis is None else hows.get(axis.root, EXACT) for axis in x.names]) for _, x in found.inputs])

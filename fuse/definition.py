@@ -119,7 +119,7 @@ class Definition:
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
 
     def _kinds(self, find: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple[tuple[Shape, ...], tuple]:
-        """(the shapes of these arguments, their kinds), after `find` (see once) has found what it finds for these. If it refuses
+        """(the shapes of these arguments, their kinds), after `find` (see once) has found what it finds for them. If it refuses
         them, the error speaks of the shapes of these arrays, not of those that it was tried with."""
         shapes = self._shapes(arrays)
         kinds = kinds_of(shapes)
@@ -181,7 +181,7 @@ class Definition:
         return [hows, *(tuple([tuple([by if x == classes.OF_KEYS else x for x in some]) for some in hows]) for by in others)]
 
     def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
-        """What `trace` finds for the shapes that stand for the class of these. If it refuses them, the error speaks of these."""
+        """What `trace` finds for the shapes that stand for the class of these, of which an error speaks."""
         hows = self._hows(shapes)[0]
         known, lengths = classes.rounded(shapes, hows)
         with self._in_words_of(shapes, trace):
@@ -204,13 +204,11 @@ class Definition:
         known, lengths = classes.rounded(shapes, hows)
         found, every = self._candidates(classes.filled(known, hows, lengths), ordinal, at)
         inputs = zip((x for _, x in found.inputs), hows)
-        keys = {axis.root: one for x, how in inputs for axis, one in zip(x.names, how) if one in classes.COLUMNS_OF_SCORES}
+        keys = {axis.root: one for x, how in inputs for axis, one in zip(x.names, how) if axis and one in classes.OF_SCORES}
         parts = classes.OF_KEYS in keys.values() and place.has_parts(every[0].way)
         return None if parts or place.has_columns(every[0].way, keys) else (found, every)
 
-    def _ways(
-        self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None
-    ) -> tuple[Traced, list[Candidate]]:
+    def _ways(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None) -> tuple[Traced, list[Candidate]]:
         """(the definition as terms, for shapes that stand for the class of these, the ways to compute it for arrays of these
         shapes, best first), on this GPU, or on a card. A call takes the first one (program.py). NoKernel: there is none."""
         at = at or card(ordinal)

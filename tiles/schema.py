@@ -227,9 +227,7 @@ class Schema:
     are lengths, of which a plan may become a function (lengths.py). extents: of axes that have always the same, or none but
     results have; or what these are, a function of all others."""
 
-    def __init__(
-        self, name: str, table: str, vary: Iterable[str] = VARY, **extents: int | Callable[[Mapping[str, Any]], Any]
-    ):
+    def __init__(self, name: str, table: str, vary: Iterable[str] = VARY, **extents: int | Callable[[Mapping[str, Any]], Any]):
         self.name, self.vary = name, frozenset(vary)
         self.extents = {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
         self._following = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}

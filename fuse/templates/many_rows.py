@@ -25,7 +25,7 @@ from ..module import DTYPES, Text, rendered
 from ..terms import Term
 from .few_rows import MOST_ROWS
 from .found import Extension, Weight, extended, found_in
-from .many_rows_text import BAND, STEP, gaps
+from .many_rows_text import STEP, gaps
 from .product import MOST_PRODUCTS, Product
 
 if TYPE_CHECKING:

@@ -125,8 +125,8 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
     leaves = _folded(folds, s.parts, told) if folds else _sent(s.parts, several, told, "batch, " * batch, into, plain, coming)
     arguments = [*operands, *outs, *arrays.items()]
     return {
-        "schedule": s, "band": BAND, "operands": operand_tiles, "dtype": dtype, "y": result, "products": products, "turned": turned,
-        "form": "ABt" if turned else "AB",
+        "schedule": s, "band": BAND, "operands": operand_tiles, "dtype": dtype, "y": result, "products": products,
+        "turned": turned, "form": "ABt" if turned else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
         "plain": plain, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
         "slots": slots, "results": results,

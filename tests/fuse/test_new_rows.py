@@ -18,7 +18,7 @@ from references import compare
 
 import attention
 import fuse
-from fuse import inspect, module, operators
+from fuse import inspect, operators
 from fuse.candidates import chosen
 from fuse.classes import BATCH, EXACT, OF_KEYS, OF_PARTS, ROWS, last_alike, representative
 from fuse.cost import card
@@ -135,7 +135,7 @@ def test_once_for_each_class(gpu, name, gradient):
 
 @pytest.mark.parametrize("name", [one for one in SHAPES if inspect.described(one)])
 def test_few_kernels_for_all_rows(name):
-    """From 1 row to 9000: of each launch no more than 10 are compiled; and the text follows from what a plan is looked up by."""
+    """From 1 row to 9000: of each launch no more than 10 are compiled. The text follows from what a plan is looked up by."""
     operator, known, first = getattr(operators, name), {}, 1
     kernels = collections.defaultdict(set)
     while first <= 9000:
@@ -240,8 +240,8 @@ def test_a_definition_that_asks_for_its_rows():
 
 def test_what_is_no_length():
     """Experts, which an index chooses among; keys, where no kernel of attention's serves."""
-    (hows,) = operators.lora_linear_by_index._hows(tuple(Shape(x.shape, x.dtype) if hasattr(x, "shape") else Shape((), "float32")
-        for x in [*arrays_of("lora_linear_by_index", 5), 0.5]))  # fmt: skip
+    shapes = [Shape(x.shape, x.dtype) for x in arrays_of("lora_linear_by_index", 5)]
+    (hows,) = operators.lora_linear_by_index._hows((*shapes, Shape((), "float32")))
     assert hows[2][0] == EXACT and hows[4] == (ROWS,)
     scores = fuse.kernel(lambda q, k, v: fuse.softmax(q @ fuse.transpose(k)) @ v + 1.0)
     for keys in (40, 48):
