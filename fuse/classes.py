@@ -68,10 +68,10 @@ def lengths(found: Traced) -> tuple[tuple[str, ...], ...]:
 
     hows = dict[Axis, str]()
     for _, x in found.inputs:
-        for place, axis in enumerate(x.names):
-            if axis is not None and axis.root not in taken:
-                how = OF_KEYS if axis.root in scores else BATCH if place < x.ndim - 2 else ROWS
-                hows[axis.root] = how if how != BATCH else hows.get(axis.root, how)
+        for place, one in enumerate(x.names):
+            if one is not None and one.root not in taken:
+                how = OF_KEYS if one.root in scores else BATCH if place < x.ndim - 2 else ROWS
+                hows[one.root] = how if how != BATCH else hows.get(one.root, how)
     return tuple([tuple([EXACT if axis is None else hows.get(axis.root, EXACT) for axis in x.names]) for _, x in found.inputs])
 
 
