@@ -12,7 +12,6 @@ from typing import Any
 
 from tiles.arrays import Operand
 from tiles.checks import Check, asked
-from tiles.lengths import made as made_of
 from tiles.program import Plan, Program
 from tiles.recording import Recorded, recorded
 from tiles.schema import Schema
@@ -148,7 +147,7 @@ def _early(step: Recorded, early: tuple[Sequence[int], Sequence[int]] | None, op
     early: see Chosen."""
     if early is None:
         return step
-    return Early(step, *[[made_of(memory_of, operands[place]) for place in some] for some in early])
+    return Early(step, *[[memory_of(operands[place]) for place in some] for some in early])
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from .arguments import (
     types_of,
 )
 from .arrays import ABSENT, Form, Number, Operand, c_ordered
-from .bound_launch import Bound, Contents, Frames
+from .bound_launch import Bound, Contents, Frames, Late
 from .device import device
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
@@ -291,12 +291,11 @@ class Launch:
         bound = self._bind(given)
         arrays = [p.array for p in given if p.array is not None]
         if (recording := recording_now()) is not None:
-            late = (
-                Launch(self.kernel, self.grid, self.block, self.shared, None, self.cluster)._bind(given, told=True)
-                if self.early
-                else bound
-            )
-            return recording.steps.append(Recorded(bound, late, [array.pointer for array in arrays]))
+            sources = [array.pointer for array in arrays]
+            of = bound.value if isinstance(bound, Length) else bound
+            early = self.early and isinstance(of, Bound)  # the interpreter begins no launch before the one ahead has ended
+            late = Late(bound, Frames(of.frames.slots, of.frames.maps)) if early else bound
+            return recording.steps.append(Recorded(bound, late, sources))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:
