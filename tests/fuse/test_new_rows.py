@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 from on_no_device import Lent, OnDevice, fresh, noting_driver
 from operator_cases import DTYPES, SHAPES, normal, sample
 from references import compare
@@ -152,6 +153,21 @@ def test_few_kernels_for_all_rows(name):
                     kernels[label].add(code)
         first = rows + 1
     assert max(map(len, kernels.values()), default=1) <= 10 + (name == "fp8_linear")  # one more for a single row
+
+
+def test_late_at_new_rows(gpu, monkeypatch):
+    """Of a plan for other lengths, too, a launch whose weights the one before it wrote is not early."""
+    product, attributes, launch = fuse.kernel(lambda x, w: x @ w), [], driver.cuLaunchKernelEx
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *given: attributes.append(given[0].numAttrs) or launch(*given))
+    w, square, other = (Tensor(MEMORY + n * ROOM, c_ordered((256, 256), "bfloat16", 0)) for n in range(3))
+    for rows in range(17, 33):
+        x = Tensor(MEMORY + 4 * ROOM, c_ordered((rows, 256), "bfloat16", 0))
+        product.run(square, w, out=other)
+        early = [product.run(x, weights) and attributes[-1] for weights in (square, other)]
+        attributes.clear()
+        product.run(square, w, out=other)
+        product.run(x, other)
+        assert early[0] == early[1] == attributes[-1] + 1, rows
 
 
 def calls_in(call):
