@@ -104,15 +104,15 @@ class Definition:
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
         """(the arguments with their leading axes joined into one, the rows; the extents of these axes). Where leading axes are
         batches and heads (trace.rows_alone), or there are none, the arguments stay as they are, and the extents are ()."""
-        deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
+        deep = next((x for x in arrays if len(_shape(x)) > 2), None)
         if deep is None:
             return list(arrays), ()
         _, kinds = self._kinds(self.find_leading, arrays)
         if not self.leading_are_rows[kinds]:
             return list(arrays), ()
         lead = tuple(deep.shape[:-1])
-        flat = [x.reshape(-1, x.shape[-1]) if tuple(getattr(x, "shape", ())[:-1]) == lead else x for x in arrays]
-        return [x.reshape(-1) if tuple(getattr(x, "shape", ())) == lead and "int" in str(x.dtype) else x for x in flat], lead
+        flat = [x.reshape(-1, x.shape[-1]) if _shape(x)[:-1] == lead else x for x in arrays]
+        return [x.reshape(-1) if _shape(x) == lead and "int" in str(x.dtype) else x for x in flat], lead
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
         """What tracing must know of each argument, whose leading axes are rows."""
@@ -342,6 +342,12 @@ class Definition:
         finally:
             watchers.pop()
         return seen
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """The shape of an argument, () of a number. Dynamo, where lengths are symbols, makes one of a number, too, which it lets
+    nobody ask for attributes."""
+    return () if isinstance(x, (bool, int, float)) else tuple(getattr(x, "shape", ()))
 
 
 def once(known: dict[tuple, Any], make: Callable[[tuple[Shape, ...]], Any]) -> Callable[[tuple], None]:

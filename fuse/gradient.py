@@ -33,7 +33,7 @@ def wants_gradient(arrays: Sequence[Any]) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
-    if any([getattr(x, "requires_grad", False) for x in arrays]):
+    if any([isinstance(x, torch.Tensor) and x.requires_grad for x in arrays]):
         return not exporting()  # then it is the op's to refuse it
     return mapped_with_grad(arrays)
 
