@@ -41,7 +41,7 @@ def test_compiled():
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
 def test_compiled_for_all_rows(dynamic, graphs):
-    """Whatever class they are of; without dynamic=True torch takes the first number for the only one. A number has a default."""
+    """Whatever class they are of. Without dynamic=True torch takes the first number for the only one."""
     made = []
 
     def backend(graph, _):
