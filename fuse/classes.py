@@ -38,6 +38,13 @@ def representative(n: int, how: str) -> int:
     return most - least if how == OF_PARTS and n > KEYS and least < PARTS_OF_KEYS else most
 
 
+def asks(found: Traced, hows: Sequence[Sequence[str]]) -> bool:
+    """Does the definition, run for lengths that stand for others, read one of these? What it reads may depend on others."""
+    asked = {axis.root for axis in found.space.asked if axis is not None}
+    inputs = zip((x for _, x in found.inputs), hows)
+    return any(one and axis is not None and axis.root in asked for x, how in inputs for axis, one in zip(x.names, how))
+
+
 def last_alike(rows: int) -> int:
     """The greatest number of rows that is cut as this one: the last of its tile, or of its class if that is less."""
     return min(representative(rows, ROWS), -(-rows // TALL) * TALL)

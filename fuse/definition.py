@@ -170,22 +170,24 @@ class Definition:
 
     # ---- classes of lengths (classes.py) -----------------------------------------------------------------------------
     def _hows(self, shapes: tuple[Shape, ...]) -> list[tuple[tuple[str, ...], ...]]:
-        """How the lengths of these arguments may be taken, the one to try first first: keys stand for others only where
-        attention's own kernels serve, and where these cut them into parts, for others that can be cut so."""
+        """How the lengths of these arguments may be taken, the one to try first first, and exactly at last: keys stand for
+        others only where attention's own kernels serve, and where these cut them into parts, for others that can be cut so."""
         kinds = kinds_of(shapes)
         self.find_hows(kinds)
         hows = self.hows[kinds]
-        if not any(classes.OF_KEYS in some for some in hows):
-            return [hows]
-        others = classes.OF_PARTS, classes.EXACT
-        return [hows, *(tuple([tuple([by if x == classes.OF_KEYS else x for x in some]) for some in hows]) for by in others)]
+        found = [hows]
+        if any(classes.OF_KEYS in some for some in hows):
+            for by in (classes.OF_PARTS, classes.EXACT):
+                found.append(tuple([tuple([by if x == classes.OF_KEYS else x for x in some]) for some in hows]))
+        return [*found, tuple([(classes.EXACT,) * len(some) for some in hows])]
 
     def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
         """What `trace` finds for the shapes that stand for the class of these, of which an error speaks."""
-        hows = self._hows(shapes)[0]
+        hows, *_, exact = self._hows(shapes)
         known, lengths = classes.rounded(shapes, hows)
+        stand = classes.filled(known, hows, lengths)
         with self._in_words_of(shapes, trace):
-            return trace(classes.filled(known, hows, lengths))
+            return trace(shapes if hows != exact and classes.asks(self._whole(stand), hows) else stand)
 
     @contextmanager
     def _in_words_of(self, shapes: tuple[Shape, ...], check: Callable[[tuple[Shape, ...]], Any]) -> Iterator[None]:
@@ -200,13 +202,14 @@ class Definition:
     def _of_class(
         self, shapes: tuple[Shape, ...], hows: Sequence[Sequence[str]], ordinal: int | None, at: Card
     ) -> tuple[Traced, list[Candidate]] | None:
-        """The same as `_candidates` for the class of these shapes; None if keys do not stand for others there."""
+        """The same as `_candidates` for the class of these shapes; None if lengths must be taken in another way there."""
         known, lengths = classes.rounded(shapes, hows)
         found, every = self._candidates(classes.filled(known, hows, lengths), ordinal, at)
         inputs = zip((x for _, x in found.inputs), hows)
         keys = {axis.root: one for x, how in inputs for axis, one in zip(x.names, how) if axis and one in classes.OF_SCORES}
         parts = classes.OF_KEYS in keys.values() and place.has_parts(every[0].way)
-        return None if parts or place.has_columns(every[0].way, keys) else (found, every)
+        other = parts or place.has_columns(every[0].way, keys) or classes.asks(found, hows)
+        return None if other else (found, every)
 
     def _ways(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None) -> tuple[Traced, list[Candidate]]:
         """(the definition as terms, for shapes that stand for the class of these, the ways to compute it for arrays of these

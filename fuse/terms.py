@@ -196,14 +196,14 @@ class Extents(tuple):
         SPACES[-1].asked.update(self.names)
         return super().__iter__()
 
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == other
 
-    def __ne__(self, other: object) -> bool:
-        return tuple(self) != other
+def _of_all(name: str) -> Any:
+    """What a tuple does under this name, which reads all of it."""
+    return lambda self, *given: getattr(tuple(self), name)(*given)
 
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+
+for _name in "__add__ __contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __mul__ __ne__ __rmul__ count index".split():
+    setattr(Extents, _name, _of_all(_name))
 
 
 # ---- making them -----------------------------------------------------------------------------------------------------

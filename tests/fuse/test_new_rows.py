@@ -251,13 +251,36 @@ def test_a_definition_that_asks_for_its_rows():
         compare(by_rows, [x], by_rows.run(x))
         assert np.abs(by_rows.run(x).astype(float) - x.astype(float) / rows).max() < 0.01
     shapes = (Shape((3, 64), "bfloat16"),)
-    assert by_rows._hows(shapes) == [((EXACT, EXACT),)] and by_columns._hows(shapes) == [((ROWS, EXACT),)]
+    assert by_rows._hows(shapes)[0] == ((EXACT, EXACT),) and by_columns._hows(shapes)[0] == ((ROWS, EXACT),)
+
+
+ASKING = {
+    "one": lambda x: 1.0 / x.shape[0],
+    "of few columns": lambda x: 1.0 / x.shape[0] if x.shape[1] < 100 else 0.5,
+    "all": lambda x: 1.0 / np.prod(x.shape) * x.shape[1],
+    "unpacked": lambda x: 1.0 / next(n for n, _ in [x.shape]),
+    "sliced": lambda x: 1.0 / x.shape[:1][0],
+    "compared": lambda x: 1.0 if x.shape == (16, 64) else 0.5,
+    "contained": lambda x: 1.0 if 16 in x.shape else 0.5,
+    "joined": lambda x: 1.0 / (x.shape + (1,))[0],
+}
+
+
+@pytest.mark.parametrize("case", ASKING)
+def test_what_asks_for_rows(case):
+    """In whatever way, and of lengths that it is not tried with at first, too."""
+    kernel, factor = fuse.kernel(lambda x: x * ASKING[case](x)), ASKING[case]
+    for rows in (3, 5, 16):
+        x = normal(rows, 64)
+        assert np.abs(kernel.run(x).astype(float) - x.astype(float) * factor(x)).max() < 0.02
+        made, _ = kernel.gradient.run(x, x), kernel.source(x)
+        assert np.abs(made[0].astype(float) - x.astype(float) * factor(x)).max() < 0.02
 
 
 def test_what_is_no_length():
     """Experts, which an index chooses among; keys, where no kernel of attention's serves."""
     shapes = [Shape(x.shape, x.dtype) for x in arrays_of("lora_linear_by_index", 5)]
-    (hows,) = operators.lora_linear_by_index._hows((*shapes, Shape((), "float32")))
+    hows, _ = operators.lora_linear_by_index._hows((*shapes, Shape((), "float32")))
     assert hows[2][0] == EXACT and hows[4] == (ROWS,)
     scores = fuse.kernel(lambda q, k, v: fuse.softmax(q @ fuse.transpose(k)) @ v + 1.0)
     for keys in (40, 48):
