@@ -24,7 +24,7 @@ from fuse.candidates import chosen
 from fuse.classes import BATCH, EXACT, OF_KEYS, OF_PARTS, ROWS, last_alike, representative
 from fuse.cost import card
 from fuse.trace import Shape
-from tiles import bf16
+from tiles import bf16, lengths
 from tiles import program as programs
 from tiles.arrays import c_ordered
 from tiles.frameworks import KIND_OF
@@ -93,10 +93,10 @@ def gpu(monkeypatch):
 def arrays_of(name, rows, gradient=False, wide=True):
     """Arrays for an operator or its gradient."""
     operator, every = getattr(operators, name), []
-    lengths = {"m": rows} | (WIDE if wide and "attention" not in name else {})
+    extents = {"m": rows} | (WIDE if wide and "attention" not in name else {})
     for n, shape in enumerate(SHAPES[name]):
         dtype = np.dtype(DTYPES.get((name, n), bf16.np)).name
-        every.append((tuple(lengths.get(one, one) for one in shape), dtype))
+        every.append((tuple(extents.get(one, one) for one in shape), dtype))
     if gradient:
         every += [((), "float32")] * (len(operator.names) - len(every))
         every += [(x.extents, "bfloat16") for x in operator._trace(tuple(Shape(*one) for one in every)).roots]
@@ -153,6 +153,17 @@ def test_few_kernels_for_all_rows(name):
                     kernels[label].add(code)
         first = rows + 1
     assert max(map(len, kernels.values()), default=1) <= 10 + (name == "fp8_linear")  # one more for a single row
+
+
+def test_classes_in_turns(gpu, monkeypatch):
+    """More of them than functions are tried at once: what was compiled for each serves it when its turn comes again."""
+    function, compiled, real = function_of("rms_norm_linear", False), [], lengths._function
+    monkeypatch.setattr(lengths, "_function", lambda *given: compiled.append(given) or real(*given))
+    classes = 2, 17, 33, 129, 257, 513
+    for turn in range(8):
+        for rows in classes:
+            function.run(*arrays_of("rms_norm_linear", rows + turn))
+    assert len(compiled) == 2 * len(classes)  # for any lengths, and for any number of rows
 
 
 def test_late_at_new_rows(gpu, monkeypatch):

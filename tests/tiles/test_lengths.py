@@ -126,12 +126,13 @@ def test_messages_show_what_it_is():
 
 
 def test_blocks_that_stay():
-    """How many there are is followed: fewer tiles than blocks and more of them have one plan. 3 multiprocessors are interpreted."""
+    """How many there are is followed: fewer tiles than blocks and more of them have one plan. The interpreter has 3
+    multiprocessors."""
     x = np.zeros(4, np.float32)
-    for given, limit in (((), 3), ((2,), 6), ((1, 2), 2)):
+    for more, limit in (((), 3), ((2,), 6), ((1, 2), 2)):
         trace = Trace()
-        count = persistent_blocks(trace.variable("n0", 1), x, *given)
+        count = persistent_blocks(trace.variable("n0", 1), x, *more)
         found = trace.function("n0,", count)
-        cluster = given[1] if len(given) > 1 else 1
+        cluster = more[1] if len(more) > 1 else 1
         assert [found((n,)) for n in (1, 2, 100)] == [min(cluster * n, limit) for n in (1, 2, 100)]
-        assert persistent_blocks(100, x, *given) == limit
+        assert persistent_blocks(100, x, *more) == limit
