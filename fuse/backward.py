@@ -16,13 +16,13 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import derivative, language, terms
 from .candidates import Candidate
-from .definition import NoKernel
+from .definition import BEST, NoKernel
 from .derivative import NoRule
 from .derivative_check import DerivativeCheck, compare_with_differences
 from .functions import CASTS, MAPS
@@ -82,11 +82,23 @@ def pieces(roots: Sequence[Term], sums: bool) -> list[Term]:
     return list(found)
 
 
-def by_framework(roots: Sequence[Term], known: Mapping[Term, Any]) -> list[Any]:
+class Shared(NamedTuple):
+    """Who computes a gradient, for arrays of a class of lengths (classes.py). found: the gradients as terms. sums: can kernels
+    sum over rows? pieces: what kernels make. rest: what the framework makes of this, in an order in which it can. names: the
+    arguments whose gradients these are."""
+
+    found: Traced
+    sums: bool
+    pieces: list[Term]
+    rest: list[Term]
+    names: tuple[str, ...]
+
+
+def by_framework(roots: Sequence[Term], known: Mapping[Term, Any], rest: Sequence[Term] | None = None) -> list[Any]:
     """The values of `roots`, computed with the framework's own operations from the terms whose values are known. Sums over
-    rows are taken in float32, and so is what is made of vectors."""
+    rows are taken in float32, and so is what is made of vectors. rest: the terms between, if they are known."""
     found = dict(known)
-    for x in between(roots, [*known]):
+    for x in between(roots, [*known]) if rest is None else rest:
         of = [found[y] for y in x.of]
         if x.ndim < 2:
             of = [cast(y, "float32") if dtype_of(y) in HOLDS else y for y in of]
@@ -156,6 +168,7 @@ class Gradient(Fused):
         self.definition_of_all, self.definition_with_results = whole, with_results
         definition.__doc__ = f"The gradient of {function.name}."
         super().__init__(definition)
+        self.shared = functools.lru_cache(BEST)(self._shared)
         if count:
             self._know(count)
 
@@ -294,7 +307,10 @@ class Gradient(Fused):
         the fused kernels. TypeError, ValueError: as for the function; or a gradient has not the shape of its result."""
         arrays = self._arguments(given, named)
         if out is None and isinstance(next((x for x in arrays if hasattr(x, "shape")), None), np.ndarray):
-            return self._ended(arrays, functools.partial(self._by_definition, out=None))
+            flat, _ = self._rows(arrays)
+            shapes = self._shapes(flat)
+            shared = self.of_class(self.shared, shapes)
+            return self._ended(arrays, flat, shapes, shared, functools.partial(self._by_definition, out=None))
         return self.run(*arrays, out=out, stream=stream)
 
     def run(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> tuple[Any, ...]:
@@ -302,32 +318,37 @@ class Gradient(Fused):
         if out is not None:
             raise TypeError(f"{self.name}: gives new arrays, and takes no out")
         arrays = self._arguments(given, named)
-        if not self._sums(arrays):
+        flat, _ = self._rows(arrays)
+        shapes = self._shapes(flat)
+        shared = self.of_class(self.shared, shapes)
+        if self.sums and not shared.sums:
             return self.without_sums.run(*arrays, stream=stream)
-        return self._ended(arrays, lambda flat: super(Gradient, self).run(*flat, stream=stream))
+        return self._ended(arrays, flat, shapes, shared, lambda flat: super(Gradient, self).run(*flat, stream=stream))
 
-    def _sums(self, arrays: Sequence[Any]) -> bool:
-        """Is this the gradient that serves arrays of these lengths, and not the one without sums?"""
-        return not self.sums or sums_by_kernels(self._whole(self._shapes(self._rows(arrays)[0])).roots)
+    def _shared(self, shapes: tuple[Shape, ...]) -> Shared:
+        """Who computes what, for these shapes, which stand for their class."""
+        found = self._whole(shapes)
+        made, inputs = pieces(found.roots, self.sums), [x for _, x in found.inputs]
+        names = self.asked(inputs[: len(self.function.names)])
+        return Shared(found, sums_by_kernels(found.roots), made, between(found.roots, [*inputs, *made]), names)
 
     def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
         given = self._arguments(arrays)
-        return super()._served(given) if self._sums(given) else self.without_sums._served(given)
+        sums = not self.sums or self.of_class(self.shared, self._shapes(self._rows(given)[0])).sums
+        return super()._served(given) if sums else self.without_sums._served(given)
 
-    def _ended(self, arrays: Sequence[Any], run: Callable) -> tuple[Any, ...]:
-        """The gradients for these arrays. run: makes the pieces, by kernels or by the definition; the framework's operations
-        at the end are done here."""
-        flat, _ = self._rows(arrays)
-        shapes = self._shapes(flat)
-        found = self._whole(shapes)
-        made = pieces(found.roots, self.sums)
+    def _ended(
+        self, arrays: Sequence[Any], flat: Sequence[Any], shapes: Sequence[Shape], shared: Shared, run: Callable
+    ) -> tuple[Any, ...]:
+        """The gradients for these arrays. flat: the same with leading axes joined, of these shapes. run: makes the pieces, by
+        kernels or by the definition; the framework's operations at the end are done here."""
+        found = shared.found
         known = {x: a.T if s.turned else a for (_, x), a, s in zip(found.inputs, flat, shapes)}
-        if made:
+        if shared.pieces:
             results = run(flat)
-            known |= dict(zip(made, results if isinstance(results, tuple) else (results,)))
-        names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
+            known |= dict(zip(shared.pieces, results if isinstance(results, tuple) else (results,)))
         gradients = []
-        for name, x in zip(names, by_framework(found.roots, known)):
+        for name, x in zip(shared.names, by_framework(found.roots, known, shared.rest)):
             place = self.function.names.index(name)
             like = arrays[place]
             x = x.swapaxes(-1, -2) if shapes[place].turned else x
@@ -345,7 +366,7 @@ class Gradient(Fused):
         first = next(s.dtype for s in shapes if s.extents)
         return tuple([cast(x, root.held_as(first)) for x, root in zip(by_framework(found.roots, known), found.roots)])
 
-    def explain(self, *arrays: Any) -> str:
+    def explain(self, *arrays: Any, rows: int = 0) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline estimates, and what the framework does
         at the end."""
         flat, _ = self._rows(self._arguments(arrays))
@@ -354,7 +375,7 @@ class Gradient(Fused):
         names = self.asked([x for _, x in found.inputs][: len(self.function.names)])
         made = pieces(found.roots, self.sums)
         ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, found.roots) if x not in made]
-        kernels = super().explain(*arrays) if made else "There is no kernel."
+        kernels = super().explain(*arrays, rows=rows) if made else "There is no kernel."
         return "\n".join([kernels, *(["The framework makes of this", *ends] if ends else [])])
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import module, names, place, rules, terms
+from .axes import Axis
+from .classes import value
 from .cost import Card
 from .rules import Rule
 from .terms import PARTS, Term, viewed
@@ -28,6 +32,33 @@ class Candidate(NamedTuple):
     def __str__(self):
         measured = f", measured {1e6 * self.measured:.1f} us" if self.measured else ""
         return f"{self.way}: {1e6 * self.way.seconds:.1f} us by the roofline{measured}"
+
+    @property
+    def summary(self) -> str:
+        """In a few words: what each kernel does."""
+        return ", then ".join([kernel.explained().partition(", ")[0] for kernel in self.way.kernels])
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What two candidates for arrays of the same kinds have in common whose modules have the same text, but for how their
+        products are cut."""
+        return tuple([(str(kernel), repr(kernel.cut)) for kernel in self.way.kernels]), str(self.roots)
+
+    def schedules(self, known: Mapping[Axis, Any]) -> tuple[Any, ...]:
+        """How each kernel's product is cut for these lengths of axes, None where there is nothing to cut. The lengths may be
+        those of a call that is watched."""
+        made = [kernel.schedule_at(known) if hasattr(kernel, "schedule_at") else None for kernel in self.way.kernels]
+        return tuple(map(value, made))
+
+    def scheduled(self, schedules: Sequence[Any]) -> Candidate:
+        """The same with products that are cut like that."""
+        kernels = []
+        for kernel, schedule in zip(self.way.kernels, schedules):
+            if schedule is not None and schedule != kernel.schedule:
+                kernel = copy.copy(kernel)
+                kernel.scheduled = schedule
+            kernels.append(kernel)
+        return self if (*kernels,) == self.way.kernels else self._replace(way=place.Way((*kernels,), self.way.seconds))
 
     def explained(self) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline estimates."""
@@ -87,7 +118,9 @@ def _view(x: Term, parameters: dict[Term, str]) -> str:
 class Chosen(NamedTuple):
     """A way to compute a definition, as a module. text: the module. names: what the arguments are called there. outs: the
     names of the results. scratch: the terms that are kept in memory between kernels. written: the results and those. kernels:
-    in the order of their launches. terms: the term that each parameter of the module's `launch` stands for."""
+    in the order of their launches. terms: the term that each parameter of the module's `launch` stands for. early: of each
+    launch that may begin early, the places among these of what it reads then, and of what it writes; None of others. code: of
+    each kernel its name and what decides its machine code."""
 
     text: str
     names: tuple[str, ...]
@@ -96,6 +129,8 @@ class Chosen(NamedTuple):
     written: tuple[Term, ...]
     kernels: tuple[Any, ...]
     terms: tuple[Term, ...]
+    early: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    code: tuple[tuple[str, str], ...]
 
 
 @functools.lru_cache(1024)
@@ -129,4 +164,11 @@ def chosen(name: str, found: Traced, candidate: Candidate) -> Chosen:
     text = module.assemble(title, put(function), texts, [*map(put, taken)], [*map(put, views)])
     written = (*candidate.roots, *scratch)
     every = (*(x for _, x in found.inputs), *written)
-    return Chosen(text, tuple(map(put, given)), found.outs, tuple(scratch), written, way.kernels, every)
+    code = tuple([(kernel, text.code) for kernel, text in texts if text.kernel])
+    at = {x: n for n, x in enumerate(every)}
+    early = [
+        (tuple(map(at.__getitem__, kernel.ahead)), tuple(map(at.__getitem__, kernel.roots))) if kernel.early else None
+        for kernel in way.kernels
+        if kernel.launched
+    ]
+    return Chosen(text, tuple(map(put, given)), found.outs, tuple(scratch), written, way.kernels, every, tuple(early), code)

@@ -3,10 +3,12 @@ text of the kernels, their proof, their machine code. `fuse.kernel` makes of it 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import keyword
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,19 +17,51 @@ from tiles.arrays import Operand, c_ordered
 from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import without_grad
 from tiles.launch import watchers
+from tiles.lengths import made
+from tiles.program import Recent
 from tiles.recording import recorded
 
-from . import language, module, place, tune
-from .candidates import Candidate, candidates, chosen
+from . import classes, graph, language, module, place, tune
+from .axes import Axis
+from .candidates import Candidate, Chosen, candidates, chosen
 from .cost import Card, card, card_of
+from .functions import FP8
 from .proof import Proof, proven
 from .trace import Shape, Traced, kinds_of, loose, ordinal_of, rows_alone, shape_of, traced
 
+BEST = 1024  # classes of lengths of which the best way is remembered, of each function
+T = TypeVar("T")
 BECOME_FLOATS = bool, np.generic  # numbers that kernels take as Python's floats only
 
 
 class NoKernel(TypeError):
     """No template computes what a definition says; the message says why."""
+
+
+class BestWay:
+    """The best way to compute a definition for arrays of some classes of lengths (classes.py), and its modules by how products
+    are cut."""
+
+    def __init__(self, name: str, found: Traced, candidate: Candidate):
+        self.name, self.found, self.candidate = name, found, candidate
+        self.modules: dict[tuple[Any, ...], Chosen] = {}
+
+    def module(self, known: Mapping[Axis, Any]) -> Chosen:
+        """The module for these lengths of axes, which may be those of a call that is watched."""
+        schedules = self.candidate.schedules(known)
+        if schedules not in self.modules:
+            self.modules[schedules] = chosen(self.name, self.found, self.candidate.scheduled(schedules))
+        return self.modules[schedules]
+
+
+def refuse_mixed(name: str, found: Traced) -> None:
+    """NoKernel: a product is of arrays of two dtypes. name: of the function."""
+    for x in graph.walk(*found.roots):
+        of = [y.of[0] if y.operation == "transpose" else y for y in x.of] if x.operation == "matmul" else []
+        held = [y.what for y in of if y.operation == "input" and y.what[1] != FP8]
+        if len({dtype for _, dtype in held}) > 1:
+            said = ", ".join(f"{name}.dtype={dtype!r}" for name, dtype in held)
+            raise NoKernel(f"{name}: a product must be of arrays of one dtype, which are here: {said}")
 
 
 class Definition:
@@ -41,6 +75,11 @@ class Definition:
         self.definition, self.name = definition, name if named else "fused"
         self.signature = inspect.signature(definition)
         self.names = list(self.signature.parameters)
+        parameters = self.signature.parameters.values()
+        self.defaults = tuple([p.default for p in parameters if p.default is not p.empty])  # of the last ones
+        self.best, self.known_ways = functools.lru_cache(BEST)(self._best), Recent(BEST)
+        self.hows: dict[tuple, tuple[tuple[str, ...], ...]] = {}
+        self.find_hows = once(self.hows, lambda shapes: classes.lengths(self._whole(shapes)))
         self.leading_are_rows: dict[tuple, bool] = {}
         self.find_leading = once(self.leading_are_rows, lambda shapes: rows_alone(self._trace(shapes).roots))
 
@@ -48,7 +87,10 @@ class Definition:
     def _arguments(self, arrays: Sequence[Any], named: dict[str, Any] | None = None) -> Sequence[Any]:
         """One argument for each parameter, defaults included; NumPy's numbers and truth values as Python's floats. TypeError:
         there are too few arguments, or too many."""
-        if len(arrays) != len(self.names) or named:
+        missing = len(self.names) - len(arrays)
+        if missing and not named and 0 <= missing <= len(self.defaults):
+            arrays = (*arrays, *self.defaults[-missing:])
+        elif missing or named:
             try:
                 bound = self.signature.bind(*arrays, **named or {})
             except TypeError as error:
@@ -62,30 +104,31 @@ class Definition:
     def _rows(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
         """(the arguments with their leading axes joined into one, the rows; the extents of these axes). Where leading axes are
         batches and heads (trace.rows_alone), or there are none, the arguments stay as they are, and the extents are ()."""
-        deep = next((x for x in arrays if len(getattr(x, "shape", ())) > 2), None)
+        deep = next((x for x in arrays if len(_shape(x)) > 2), None)
         if deep is None:
             return list(arrays), ()
-        kinds = self._kinds(self.find_leading, arrays)
+        _, kinds = self._kinds(self.find_leading, arrays)
         if not self.leading_are_rows[kinds]:
             return list(arrays), ()
         lead = tuple(deep.shape[:-1])
-        flat = [x.reshape(-1, x.shape[-1]) if tuple(getattr(x, "shape", ())[:-1]) == lead else x for x in arrays]
-        return [x.reshape(-1) if tuple(getattr(x, "shape", ())) == lead and "int" in str(x.dtype) else x for x in flat], lead
+        flat = [x.reshape(-1, x.shape[-1]) if _shape(x)[:-1] == lead else x for x in arrays]
+        return [x.reshape(-1) if _shape(x) == lead and "int" in str(x.dtype) else x for x in flat], lead
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
         """What tracing must know of each argument, whose leading axes are rows."""
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
 
-    def _kinds(self, find: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple:
-        """The kinds of these arguments, after `find` (see once) has found what it finds for them. If it refuses them, the error
-        speaks of the shapes of these arrays, not of those that it was tried with."""
-        kinds = kinds_of(self._shapes(arrays))
+    def _kinds(self, find: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple[tuple[Shape, ...], tuple]:
+        """(the shapes of these arguments, their kinds), after `find` (see once) has found what it finds for them. If it refuses
+        them, the error speaks of the shapes of these arrays, not of those that it was tried with."""
+        shapes = self._shapes(arrays)
+        kinds = kinds_of(shapes)
         try:
             find(kinds)
         except (TypeError, ValueError):
             self.trace(arrays)
             raise
-        return kinds
+        return shapes, kinds
 
     # ---- what is found for them --------------------------------------------------------------------------------------
     def trace(self, arrays: Sequence[Any]) -> Traced:
@@ -104,6 +147,10 @@ class Definition:
             cure = f"use fuse.{name}" if name in known else f"it is written with operators and fuse's {', '.join(known)}"
             raise type(error)(f"{self.name}: {error}; {cure}") from error
 
+    def _whole(self, shapes: tuple[Shape, ...]) -> Traced:
+        """All that the definition says, by kernels or not."""
+        return self._trace(shapes)
+
     def _ranked(self, found: Traced, card: Card) -> list[Candidate]:
         """All ways to compute it on a card, the best by the roofline first. NoKernel: there is none."""
         every = candidates(found, card)
@@ -111,20 +158,94 @@ class Definition:
             raise NoKernel(f"{self.name}: {place.why(found.roots, card)}")
         return every
 
-    def _candidates(self, found: Traced, ordinal: int | None) -> list[Candidate]:
-        """All ways to compute it on a GPU, the best first: as measured there, if `tune` did, else by the roofline. ordinal: the
-        GPU's number, None in the interpreter. NoKernel: there is none."""
-        every = self._ranked(found, card(ordinal))
-        if ordinal is None or len(every) == 1:
-            return every
-        seconds = tune.remembered([chosen(self.name, found, one) for one in every[: tune.FEW]], card(ordinal).name)
-        return tune.ranked(every, seconds) if seconds else every
-
-    def _ways(self, shapes: tuple[Shape, ...], ordinal: int | None) -> tuple[Traced, list[Candidate]]:
-        """(the definition as terms, the ways to compute it, best first), for arrays of these shapes on this GPU. A call takes
-        the first one (program.py). NoKernel: there is none."""
+    def _candidates(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card) -> tuple[Traced, list[Candidate]]:
+        """(the definition as terms, all ways to compute it on a card, the best first), for arrays of these shapes, which stand
+        for their class: as measured on this GPU, if `tune` did, else by the roofline. NoKernel: there is none."""
         found = self._trace(shapes)
-        return found, self._candidates(found, ordinal)
+        every = self._ranked(found, at)
+        if ordinal is None or len(every) == 1:
+            return found, every
+        seconds = tune.remembered(tune.key(self.name, found, every[: tune.FEW], at.name))
+        return found, tune.ranked(every, seconds) if seconds else every
+
+    # ---- classes of lengths (classes.py) -----------------------------------------------------------------------------
+    def _hows(self, shapes: tuple[Shape, ...]) -> list[tuple[tuple[str, ...], ...]]:
+        """How the lengths of these arguments may be taken, the one to try first first, and exactly at last: keys stand for
+        others only where attention's own kernels serve, and where these cut them into parts, for others that can be cut so."""
+        kinds = kinds_of(shapes)
+        self.find_hows(kinds)
+        hows = self.hows[kinds]
+        found = [hows]
+        if any(classes.OF_KEYS in some for some in hows):
+            for by in (classes.OF_PARTS, classes.EXACT):
+                found.append(tuple([tuple([by if x == classes.OF_KEYS else x for x in some]) for some in hows]))
+        return [*found, tuple([(classes.EXACT,) * len(some) for some in hows])]
+
+    def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
+        """What `trace` finds for the shapes that stand for the class of these, of which an error speaks."""
+        hows, *_, exact = self._hows(shapes)
+        known, lengths = classes.rounded(shapes, hows)
+        stand = classes.filled(known, hows, lengths)
+        with self._in_words_of(shapes, trace):
+            return trace(shapes if hows != exact and classes.asks(self._whole(stand), hows) else stand)
+
+    @contextmanager
+    def _in_words_of(self, shapes: tuple[Shape, ...], check: Callable[[tuple[Shape, ...]], Any]) -> Iterator[None]:
+        """An error inside is raised as `check` raises it for these shapes, if it does."""
+        try:
+            yield
+        except (TypeError, ValueError):
+            if all(isinstance(n, int) for s in shapes for n in s.extents):  # nobody watches
+                check(shapes)
+            raise
+
+    def _of_class(
+        self, shapes: tuple[Shape, ...], hows: Sequence[Sequence[str]], ordinal: int | None, at: Card
+    ) -> tuple[Traced, list[Candidate]] | None:
+        """The same as `_candidates` for the class of these shapes; None if lengths must be taken in another way there."""
+        known, lengths = classes.rounded(shapes, hows)
+        found, every = self._candidates(classes.filled(known, hows, lengths), ordinal, at)
+        inputs = zip((x for _, x in found.inputs), hows)
+        keys = {axis.root: one for x, how in inputs for axis, one in zip(x.names, how) if axis and one in classes.OF_SCORES}
+        parts = classes.OF_KEYS in keys.values() and place.has_parts(every[0].way)
+        other = parts or place.has_columns(every[0].way, keys) or classes.asks(found, hows)
+        return None if other else (found, every)
+
+    def _ways(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None) -> tuple[Traced, list[Candidate]]:
+        """(the definition as terms, for shapes that stand for the class of these, the ways to compute it for arrays of these
+        shapes, best first), on this GPU, or on a card. A call takes the first one (program.py). NoKernel: there is none."""
+        at = at or card(ordinal)
+        with self._in_words_of(shapes, lambda shapes: self._ranked(self._trace(shapes), at)):
+            served = (self._of_class(shapes, hows, ordinal, at) for hows in self._hows(shapes))
+            found, every = next(filter(None, served))
+        known = classes.known_extents(found, shapes)
+        return found, [one.scheduled(one.schedules(known)) for one in every]
+
+    def way(self, shapes: tuple[Shape, ...], ordinal: int | None) -> BestWay:
+        """The best way to compute it for arrays of these shapes, whose lengths may be those of a call that is watched: it is
+        looked up by what stands for their class."""
+        with self._in_words_of(shapes, lambda shapes: self._ways(shapes, ordinal)):
+            for hows in self._hows(shapes):
+                known, lengths = classes.rounded(shapes, hows)
+                found = classes.value(made(self.best, known, ordinal, hows, *lengths))
+                if found is not None:
+                    return found
+        raise AssertionError("lengths that are taken exactly are always served")
+
+    def _best(
+        self, known: tuple[Shape, ...], ordinal: int | None, hows: tuple[tuple[str, ...], ...], *lengths: int
+    ) -> BestWay | None:
+        """See `way`. It is one object for all classes that have the same modules."""
+        shapes = classes.filled(known, hows, lengths)
+        refuse_mixed(self.name, self._trace(shapes))
+        if self._of_class(shapes, hows, ordinal, card(ordinal)) is None:
+            return None
+        found, every = self._ways(shapes, ordinal)
+        key = known, ordinal, every[0].identity
+        if (best := self.known_ways.get(key)) is None:
+            best = BestWay(self.name, found, every[0])
+            self.known_ways.put(key, best)
+        return best
 
     def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
         """The same for these arrays. NoKernel: a call with them would run by parts."""
@@ -141,6 +262,32 @@ class Definition:
         found, every = self._served(arrays)
         return chosen(self.name, found, every[0]).text
 
+    def table(self, arrays: Sequence[Any], most: int) -> dict[str, list[tuple[int, int]]]:
+        """{what the kernels do, in words: for which numbers of rows, (first, last) of each range}, of 1 to `most` rows, the
+        other lengths being those of these arrays. Empty if the number of rows is taken exactly. NoKernel: see `candidates`."""
+        flat, _ = self._rows(self._arguments(arrays))
+        shapes, ordinal = self._shapes(flat), ordinal_of(flat)
+        found, hows = self._whole(shapes), self._hows(shapes)[0]
+        rows = next((x.names[-2].root for x in found.roots if x.names[-2] is not None), None)
+        inputs = [x for _, x in found.inputs]
+        if not any(one and axis and axis.root is rows for x, how in zip(inputs, hows) for axis, one in zip(x.names, how)):
+            return {}
+        table, first = dict[str, list[tuple[int, int]]](), 1
+        while first <= most:
+            last = min(classes.last_alike(first), most)
+            there = []
+            for x, s in zip(inputs, shapes):
+                extents = tuple([last if axis and axis.root is rows else n for axis, n in zip(x.names, s.in_memory)])
+                there.append(s._replace(extents=extents[::-1] if s.turned else extents))
+            best = self._ways(tuple(there), ordinal)[1][0]
+            ranges = table.setdefault(best.summary, [])
+            if ranges and ranges[-1][1] == first - 1:
+                ranges[-1] = ranges[-1][0], last
+            else:
+                ranges.append((first, last))
+            first = last + 1
+        return table
+
     def proof(self, *arrays: Any, seed: int | None = None) -> Proof:
         """Whether the kernels for these arrays compute the definition, how this was found out, and what was not checked. The
         proof prints the seed that its random primes follow from; with `seed` it is repeated."""
@@ -151,14 +298,16 @@ class Definition:
         """Measure the best candidates on the GPU that these arrays are on, and remember the fastest on disk; calls find it from
         then on. say: a function that is told what is going on. ValueError: the arrays are in host memory."""
         flat, _ = self._rows(self._arguments(arrays))
-        found, ordinal = self.trace(flat), ordinal_of(flat)
+        ordinal, shapes = ordinal_of(flat), self._shapes(flat)
         if ordinal is None:
             raise ValueError(f"{self.name}: only a card can be measured, and {self.names[0]} lies in host memory")
-        every = candidates(found, card(ordinal))
-        made = [chosen(self.name, found, one) for one in every[: tune.FEW]]
+        found, every = self._ways(shapes, None, card(ordinal))  # by the roofline
+        modules = [chosen(self.name, found, one) for one in every[: tune.FEW]]
+        known = classes.known_extents(found, shapes)
         given = [without_grad(x.T if s.turned else x) for x, s in zip(flat, self._shapes(flat))]
-        seconds = tune.measure(self.name, made, given, say)
-        tune.remember(made, card(ordinal).name, seconds)
+        seconds = tune.measure(self.name, modules, known, given, say)
+        tune.remember(tune.key(self.name, found, every[: tune.FEW], card(ordinal).name), seconds)
+        self.best.cache_clear()
         return tune.ranked(every, seconds)
 
     # ---- machine code ahead of time ----------------------------------------------------------------------------------
@@ -182,20 +331,26 @@ class Definition:
     def launches(self, shapes: Sequence[Shape], card: Card) -> list[tuple[Any, ...]]:
         """What a call with arrays of these shapes launches on a card, by the roofline, though there are no arrays: for each
         launch (kernel, Numba's types of the arguments, threads, bytes of shared memory)."""
-        found = self._trace(tuple(shapes))
-        made = chosen(self.name, found, self._ranked(found, card)[0])
+        found, every = self._ways(tuple(shapes), None, card)
+        module_of, known = chosen(self.name, found, every[0]), classes.known_extents(found, shapes)
         forms = [c_ordered(s.in_memory, s.dtype, None) for s in shapes if s.extents]
         dtype = next(s.dtype for s in shapes if s.extents)
-        forms += [c_ordered(x.extents, x.held_as(dtype), None) for x in made.written]
+        forms += [c_ordered(classes.extents_at(x, known), x.held_as(dtype), None) for x in module_of.written]
         operands = iter([Operand(n, form) for n, form in enumerate(forms)])
         given = [next(operands) if s.extents else 0.5 for s in shapes]
         seen: list[tuple[Any, ...]] = []
         watchers.append(lambda *launch: seen.append(launch))
         try:
-            recorded(module.load(made.text, self.name).launch, *given, *operands, places=len(forms))
+            recorded(module.load(module_of.text, self.name, module_of.code).launch, *given, *operands, places=len(forms))
         finally:
             watchers.pop()
         return seen
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """The shape of an argument, () of a number. Dynamo, where lengths are symbols, makes one of a number, too, which it lets
+    nobody ask for attributes."""
+    return () if isinstance(x, (bool, int, float)) else tuple(getattr(x, "shape", ()))
 
 
 def once(known: dict[tuple, Any], make: Callable[[tuple[Shape, ...]], Any]) -> Callable[[tuple], None]:

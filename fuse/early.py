@@ -16,13 +16,26 @@ from tiles.recording import Recorded
 WRITTEN: dict[int, list[tuple[int, int]]] = {}  # by stream: from where to where the last launch that may be overtaken wrote
 
 
+Memory = tuple[int, int]  # of an array: the place of its address among those of a program, and how many bytes it spans
+
+
+def memory_of(x: Operand) -> Memory:
+    """Where an array that is to come will lie."""
+    return x.source, x.form.extent
+
+
 class Early(NamedTuple):
     """A step of a program: a launch that begins before the launch ahead of it has ended, if that one does not write what it
     reads early. reads: what it reads early, its weights. writes: its results."""
 
     launch: Recorded
-    reads: Sequence[Operand]
-    writes: Sequence[Operand]
+    reads: Sequence[Memory]
+    writes: Sequence[Memory]
+
+    @property
+    def of_lengths(self) -> bool:
+        """See program.Step."""
+        return self.launch.of_lengths
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on this stream, with operands at these addresses."""
@@ -33,6 +46,6 @@ class Early(NamedTuple):
         WRITTEN[stream] = self.ranges(self.writes, addresses)
 
     @staticmethod
-    def ranges(operands: Sequence[Operand], addresses: Sequence[int]) -> list[tuple[int, int]]:
-        """(begin, end) of the memory of each operand."""
-        return [(addresses[x.source], addresses[x.source] + x.form.extent) for x in operands]
+    def ranges(every: Sequence[Memory], addresses: Sequence[int]) -> list[tuple[int, int]]:
+        """(begin, end) of each."""
+        return [(addresses[source], addresses[source] + nbytes) for source, nbytes in every]

@@ -90,7 +90,7 @@ class Fused(Definition):
         arrays, a warning says why, and the definition's operations run one by one."""
         arrays = self._arguments(given, named)
         flat, lead = self._rows(arrays)
-        shapes, kinds = self._shapes(flat), self._kinds(self.prepare, flat)
+        shapes, kinds = self._kinds(self.prepare, flat)
         program = self.programs[kinds]
         into = self._outs(out, program.results)
         outs = tuple([x if x is None or not lead else as_rows(x, lead) for x in into])
@@ -165,7 +165,7 @@ class Fused(Definition):
         floats = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == floats[0].dtype for x in floats]):
             return in_order(self.definition(*arrays))
-        kinds = self._kinds(self.prepare, self._rows(arrays)[0])
+        _, kinds = self._kinds(self.prepare, self._rows(arrays)[0])
         results = in_order(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
         several = isinstance(results, tuple)
         wanted = [dtype or dtype_of(floats[0]) for dtype in self.programs[kinds].dtypes]
@@ -196,11 +196,18 @@ class Fused(Definition):
         self.programs.clear()  # they have plans with what was best before
         return ranked
 
-    def explain(self, *arrays: Any) -> str:
+    def explain(self, *arrays: Any, rows: int = 0) -> str:
         """In sentences: which rules were used, what the kernels do, what the roofline estimates; and why a call with these
-        arrays runs by parts, if it does."""
+        arrays runs by parts, if it does.
+
+        rows: up to how many rows a table says which kernels serve which numbers of rows; 0 for none."""
         try:
-            return self.candidates(*arrays)[0].explained()
+            said = self.candidates(*arrays)[0].explained()
+            ranges = [
+                f"{', '.join(f'{first} to {last}' for first, last in some)} rows: {what}."
+                for what, some in self.table(arrays, rows).items()
+            ]
+            return "\n".join([said, *ranges])
         except NoKernel as error:
             return f"A call with these arrays runs by parts, and no kernel serves it. {error}."
 
@@ -212,7 +219,7 @@ class Fused(Definition):
     def _plan_only(self, given: Sequence[Any]) -> None:
         """Plan a call, and launch nothing. NoKernel: with these arrays, their strides and dtypes, it would run by parts."""
         flat, _ = self._rows(self._arguments(given))
-        shapes, kinds = self._shapes(flat), self._kinds(self.prepare, flat)
+        shapes, kinds = self._kinds(self.prepare, flat)
         every = [(name, x.T if s.turned else x, s) for name, x, s in zip(self.names, flat, shapes)]
         forms = {name: describe(without_grad(x), name).form for name, x, s in every if s.extents}
         numbers = tuple([x for _, x, s in every if not s.extents])

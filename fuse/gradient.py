@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     from .backward import Gradient
     from .fused import Fused
 
-ROWS = 16, 64, 4096  # for which it is decided whether kernels or parts serve
-
 
 def wants_gradient(arrays: Sequence[Any]) -> bool:
     """Does torch want a gradient of a call on these arrays?"""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
-    if any([getattr(x, "requires_grad", False) for x in arrays]):
+    if any([isinstance(x, torch.Tensor) and x.requires_grad for x in arrays]):
         return not exporting()  # then it is the op's to refuse it
     return mapped_with_grad(arrays)
 
@@ -84,7 +82,9 @@ class Gradients:
         """(the wanted arguments whose gradients kernels compute, a function that computes these). arrays: the arguments, their
         leading axes joined. by: the gradients with respect to the results, None where there is none."""
         places, given = tuple(n for n, g in enumerate(by) if g is not None), [g for g in by if g is not None]
-        shapes = coarse([*self.function._shapes(arrays), *[shape_of(g, "gradient") for g in given]])
+        shapes = self.function.of_class(lambda shapes: shapes, self.function._shapes(arrays))
+        roots, like = self.function._trace(shapes).roots, [shape_of(g, "gradient") for g in given]
+        shapes += tuple([Shape(roots[n].extents, s.dtype, s.turned) for n, s in zip(places, like)])
         key = shapes, wanted, places, len(by), ordinal_of(arrays)
         if key not in self.known:
             self.known[key] = self._served(*key)
@@ -194,14 +194,3 @@ def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:
             work = 2.0 * math.prod(x.extents) * x.of[0].extents[-1] if x.operation == "matmul" else 0.0
             found += LAUNCH + max(sum(y.nbytes for y in (x, *x.of)) / at.bytes, work / at.products)
     return found
-
-
-def coarse(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Shapes with the number of rows rounded up to one of ROWS, so that one decision serves similar calls. They stay as they
-    are if an array has as many columns as rows, because the two could not be told apart then."""
-    first = next(s.extents for s in shapes if s.extents)
-    rows = first[-2] if len(first) > 1 else 1
-    if rows == 1 or any(s.extents[-1] == rows for s in shapes if len(s.extents) > 1):
-        return tuple(shapes)
-    like = next((most for most in ROWS if rows <= most), ROWS[-1])
-    return tuple([s._replace(extents=tuple([like if n == rows else n for n in s.extents])) for s in shapes])

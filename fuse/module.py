@@ -18,6 +18,7 @@ import jinja2
 
 import ops
 import tiles
+from tiles.program import Recent
 
 from .lines import WIDTH, assigned, broken, cut_at_commas, imports
 from .names import array, free_names, global_names, unused
@@ -26,6 +27,8 @@ HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops
 HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
 HOMES |= {"share_of": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
+MODULES = 1024  # that are kept
+KERNELS = Recent(MODULES)  # of modules, by their names and code
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multiplied
 
@@ -47,6 +50,12 @@ class Text:
     launch: str = ""
     bounds: str = ""
     arguments: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def code(self) -> str:
+        """All that decides the kernel's machine code."""
+        parameters = [one for one, _ in self.arguments]
+        return "\n".join([self.bounds, *self.globals, *self.helpers, *parameters, *self.kernel])
 
     def with_names(self, put: Callable[[str], str]) -> Text:
         """The same with other names. put: what becomes of each piece of code."""
@@ -144,7 +153,7 @@ def _call(kernel: str, launch: str, given: str, taken: Iterable[str]) -> list[st
     if len(whole) <= WIDTH - 4:
         return [whole]
     run, some, count = (unused(one, taken) for one in ("run", "given", "blocks"))
-    if len(f"{run} = tiles.launch({kernel}, {launch})") > WIDTH - 4 and count not in launch:
+    if len(f"{run} = tiles.launch({kernel}, {launch})") > WIDTH - 4 and not re.search(rf"\b{count}\b", launch):
         blocks, *others = cut_at_commas(launch)
         return [f"{count} = {blocks}", *_call(kernel, ", ".join([count, *others]), given, taken)]
     arrays = cut_at_commas(given)
@@ -181,14 +190,18 @@ def _marked(line: str, marks: dict[str, str]) -> str:
     return re.sub(r"(?<![\w.])[^\W\d]\w*(?!\w*=[^=])", lambda match: marks.get(match[0], match[0]), line) if marks else line
 
 
-@functools.lru_cache(1024)
-def load(text: str, name: str) -> ModuleType:
-    """The module of this text, executed once. Its lines are where errors and the interpreter look for source code."""
+@functools.lru_cache(MODULES)
+def load(text: str, name: str, kernels: tuple[tuple[str, str], ...] = ()) -> ModuleType:
+    """The module of this text, executed once. Its lines are where errors and the interpreter look for source code. kernels:
+    (name, code) of kernels: one that another module has, too, is the same object, which is compiled once."""
     file = f"<fuse {name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     module = ModuleType(name)
     module.__file__ = file
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     exec(compile(text, file, "exec"), vars(module))
+    for kernel in kernels:
+        vars(module)[kernel[0]] = KERNELS.get(kernel) or vars(module)[kernel[0]]
+        KERNELS.put(kernel, vars(module)[kernel[0]])
     return module
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .axes import Axis
 from .cost import Card
 from .functions import FP8, MAPS
 from .graph import walk
@@ -71,6 +72,17 @@ def why(roots: Sequence[Term], card: Card) -> str:
             shapes = ", ".join("float32 " * (y.operation == "input" and y.what[1] == "float32") + str(y.extents) for y in x.of)
             return f"no template computes {x.operation} of {shapes}: {x!r:.200}"
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
+
+
+def has_columns(way: Way, axes: Iterable[Axis]) -> bool:
+    """Do kernels read or write arrays with columns along one of these axes?"""
+    of = [x for kernel in way.kernels for x in (*kernel.leaves, *kernel.roots) if x.ndim]
+    return any(x.names[-1] is not None and x.names[-1].root in axes for x in of)
+
+
+def has_parts(way: Way) -> bool:
+    """Is there an attention whose keys are cut into equal parts?"""
+    return any(isinstance(kernel, AttentionOfParts) for kernel in way.kernels)
 
 
 class Search:

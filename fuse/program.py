@@ -19,9 +19,10 @@ from tiles.torch_op import token
 
 from . import graph, module, terms
 from .axes import extent_from
-from .candidates import Chosen, chosen
+from .candidates import Chosen
+from .classes import extents_at, known_extents, lengths
 from .definition import Definition, NoKernel
-from .early import Early
+from .early import Early, memory_of
 from .functions import CASTS, FP8, MAPS
 from .given import index_values
 from .names import array, unused
@@ -85,7 +86,9 @@ def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Sc
                 extent = extent_from(axis, known, found.space.splits)
                 extents |= {one: extent} if extent else {}
                 beyond |= {} if extent else {x: None}
-    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), **extents), [*beyond]
+    hows = dict(zip(inputs, lengths(found)))
+    vary = [one for name, its in zip(arrays, given) for one, how in zip(its, hows[name]) if how]
+    return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), vary, **extents), [*beyond]
 
 
 def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str], made: Sequence[str]) -> list[str]:
@@ -105,31 +108,31 @@ def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str
 def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbers: Mapping[str, float]) -> Plan:
     """The launches of the best way, for this problem. shapes: of all arguments. numbers: those that are no arrays, by name.
     NoKernel: no kernel serves these arrays."""
-    refuse_mixed(function, shapes)
-    found, every = function._ways(shapes, problem.device)
-    made = chosen(function.name, found, every[0])
+    best = function.way(shapes, problem.device)
+    found, known = best.found, known_extents(best.found, shapes)
+    made = best.module(known)
     refuse_unaligned(function, problem, made)
     operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(function.names, shapes)]
     operands += [problem[name] for name in made.outs]
-    scratch = [(x.extents, x.held_as(problem.dtype)) for x in made.scratch]
+    scratch = [(extents_at(x, known), x.held_as(problem.dtype)) for x in made.scratch]
     operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
     places = len(problem.schema.places) + len(scratch)
     try:
-        steps, more = recorded(module.load(made.text, function.name).launch, *operands, places=places)
+        steps, more = recorded(module.load(made.text, function.name, made.code).launch, *operands, places=places)
     except (TypeError, ValueError) as error:  # TMA cannot address them, or their dtype is not that of the kernel's tiles
         of_kernel = {array(its): name for its, name in zip(made.names, function.names)}
         said = re.sub(r"\bg[A-Z]\w*", lambda found: of_kernel.get(found[0], found[0]), str(error))
         raise NoKernel(f"{function.name}: {said}") from None
-    operand_of, own = dict(zip(made.terms, operands)), (kernel for kernel in made.kernels if kernel.launched)
-    steps = [step if step.late is None else _early(step, next(own), operand_of) for step in steps]
-    checks = index_checks(function, problem, shapes) if problem.device is None or asked().values else []
+    early = iter(made.early)
+    steps = [step if step.late is None else _early(step, next(early), operands) for step in steps]
+    checks = index_checks(found, problem) if problem.device is None or asked().values else []
     return Plan([*checks, *steps], [*scratch, *more])
 
 
-def index_checks(function: Definition, problem: Any, shapes: tuple[Shape, ...]) -> list[Check]:
+def index_checks(found: Traced, problem: Any) -> list[Check]:
     """The step that refuses an index which chooses what is not there; none if no argument is an index."""
     places = problem.schema.places
-    among = chosen_among(function._trace(shapes))
+    among = chosen_among(found)
     rows = [(name, places[name], problem[name].form, index_values(name, n)) for name, n in among.items()]
     return [Check(rows, {})] if rows else []
 
@@ -139,11 +142,12 @@ def chosen_among(found: Traced) -> dict[str, int]:
     return {x.what[0]: among for x, (_, among) in graph.indices(found.roots).items()}
 
 
-def _early(step: Recorded, kernel: Any, operand_of: Mapping[Term, Operand]) -> Any:
-    """The launch of a kernel, as a step that begins before the launch ahead of it has ended, if the kernel is one that may."""
-    if not kernel.early:
+def _early(step: Recorded, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
+    """The launch of a kernel, as a step that begins before the launch ahead of it has ended, if the kernel is one that may.
+    early: see Chosen."""
+    if early is None:
         return step
-    return Early(step, [operand_of[x] for x in kernel.ahead], [operand_of[x] for x in kernel.roots])
+    return Early(step, *[[memory_of(operands[place]) for place in some] for some in early])
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -157,16 +161,6 @@ def refuse_dtypes(found: Traced, arrays: Mapping[str, Shape]) -> None:
     for name, s in arrays.items():
         if s.dtype not in FLOATS and (name == first or not (s.dtype == FP8 or inputs[name] in integers)):
             raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
-
-
-def refuse_mixed(function: Definition, shapes: tuple[Shape, ...]) -> None:
-    """NoKernel: a product is of arrays of two dtypes."""
-    for x in graph.walk(*function._trace(shapes).roots):
-        of = [y.of[0] if y.operation == "transpose" else y for y in x.of] if x.operation == "matmul" else []
-        held = [y.what for y in of if y.operation == "input" and y.what[1] != FP8]
-        if len({dtype for _, dtype in held}) > 1:
-            said = ", ".join(f"{name}.dtype={dtype!r}" for name, dtype in held)
-            raise NoKernel(f"{function.name}: a product must be of arrays of one dtype, which are here: {said}")
 
 
 def refuse_unaligned(function: Definition, problem: Any, made: Chosen) -> None:

@@ -117,7 +117,7 @@ def checked(name: str, found: Traced, candidate: Candidate, seed: int = 0) -> Ru
     made = chosen(name, found, candidate)
     results = [np.full(_shape(x, extents), np.nan, x.held_as(dtype.name)) for x in (*found.roots, *made.scratch)]
     try:
-        module.load(made.text, name).launch(*values.values(), *results)
+        module.load(made.text, name, made.code).launch(*values.values(), *results)
     except Hazard as hazard:
         return Run(told, math.inf, 0, str(hazard))
     parts = [part for x, *y in zip(found.roots, results, ref, low) for part in _apart(x, y, found, scales)]

@@ -65,8 +65,8 @@ class Term:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extents. A definition that reads them is traced for these lengths alone, and means what they say."""
-        return self.extents
+        """The extents. A definition that reads one is traced for this length alone, and means what it says."""
+        return Extents(self.extents, self.names)
 
     @property
     def ndim(self) -> int:
@@ -177,10 +177,40 @@ class Term:
         return apply("greater_equal", self, other)
 
 
+class Extents(tuple):
+    """The extents of a term, as a definition reads them. The axes whose extents were read are noted, in Space.asked."""
+
+    names: tuple[Axis | None, ...]
+
+    def __new__(cls, extents: tuple[int, ...], names: tuple[Axis | None, ...]) -> Extents:
+        found = super().__new__(cls, extents)
+        found.names = names
+        return found
+
+    def __getitem__(self, place: Any) -> Any:
+        some = self.names[place]
+        SPACES[-1].asked.update(some if isinstance(place, slice) else [some])
+        return super().__getitem__(place)
+
+    def __iter__(self):
+        SPACES[-1].asked.update(self.names)
+        return super().__iter__()
+
+
+def _of_all(name: str) -> Any:
+    """What a tuple does under this name, which reads all of it."""
+    return lambda self, *given: getattr(tuple(self), name)(*given)
+
+
+for _name in "__add__ __contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ __mul__ __ne__ __rmul__ count index".split():
+    setattr(Extents, _name, _of_all(_name))
+
+
 # ---- making them -----------------------------------------------------------------------------------------------------
 class Space:
     """The terms of one definition. Equal terms are one object here. loose: the extents say nothing, and are not compared.
-    dtype: that of the first array, which results have, and what is kept between kernels.
+    dtype: that of the first array, which results have, and what is kept between kernels. asked: the axes whose extents the
+    definition reads.
 
     While the definition runs, code is its code, and frames are those of it in which terms were made: a frame that somebody
     holds keeps its variables when it returns. Hooks of Python's (sys.setprofile) would tell as much, but a profiler or a
@@ -190,6 +220,7 @@ class Space:
         self.loose, self.dtype = loose, dtype
         self.code: CodeType | None = None
         self.frames: list[FrameType] = []
+        self.asked: set[Axis | None] = set()
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
         self.cuts: dict[Axis, Axis] = {}

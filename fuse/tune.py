@@ -3,13 +3,13 @@
     norm_linear.tune(x, g, w)           or   python -m fuse tune file.py:norm_linear --shapes 16x4096 4096 4096x6144
 
 The roofline's best few run on the arrays that are given; each is timed with its inputs in memory, not in L2. What is remembered
-belongs to the texts of these candidates and to the card's name: other rows that give the same kernels find it, too. Until a
-function is tuned the roofline decides."""
+belongs to these candidates, to the lengths that stand for a class (classes.py), and to the card's name: other rows of the class
+find it, too. Until a function is tuned the roofline decides."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiles import cache
@@ -18,37 +18,45 @@ from tiles.frameworks import describe
 from tiles.profile.card import median_together
 
 from . import module
+from .axes import Axis
 from .candidates import Candidate, Chosen
+from .classes import extents_at
+from .trace import Traced
 
 FEW, REPEAT = 6, 11  # candidates that are measured, calls of each
 
 
-def key(texts: Sequence[str], card: str) -> str:
-    """The key under which a choice between these modules on this card is remembered."""
-    return "fuse" + hashlib.sha256("\0".join([card, *texts]).encode()).hexdigest()[:60]
+def key(name: str, found: Traced, every: Sequence[Candidate], card: str) -> str:
+    """The key under which a choice between these candidates on this card is remembered. name: of the function. found: its
+    terms, for the lengths that stand for a class (classes.py)."""
+    arrays = [(name, x.extents, x.what) for name, x in found.inputs]
+    said = [card, name, repr(arrays), *(repr(one.identity) for one in every)]
+    return "fuse" + hashlib.sha256("\0".join(said).encode()).hexdigest()[:60]
 
 
-def measure(name: str, made: Sequence[Chosen], arrays: Sequence[Any], say: Callable[[str], None]) -> list[float]:
-    """The seconds that each of these modules takes on these arrays, which lie on a card."""
+def measure(
+    name: str, made: Sequence[Chosen], known: Mapping[Axis, int], arrays: Sequence[Any], say: Callable[[str], None]
+) -> list[float]:
+    """The seconds that each of these modules takes on these arrays, which lie on a card. known: the extents of their axes."""
     first = describe(next(x for x in arrays if hasattr(x, "shape")), "x")
-    gpu, found = device(first.device), []
+    gpu, home, found = device(first.device), first.kind.home(first), []
     for n, one in enumerate(made):
         say(f"{name}: candidate {n + 1} of {len(made)}")
-        make = [first.kind.maker(first.kind.home(first), x.extents, x.held_as(first.dtype))() for x in one.written]
-        launch = module.load(one.text, name).launch
+        make = [first.kind.maker(home, extents_at(x, known), x.held_as(first.dtype))() for x in one.written]
+        launch = module.load(one.text, name, one.code).launch
         found.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
     return found
 
 
-def remembered(made: Sequence[Chosen], card: str) -> list[float] | None:
-    """The seconds that `remember` kept for these modules on this card; None if it kept nothing."""
-    found = cache.recall(key([one.text for one in made], card))
+def remembered(key: str) -> list[float] | None:
+    """The seconds that `remember` kept under this key; None if it kept nothing."""
+    found = cache.recall(key)
     return found["seconds"] if found else None
 
 
-def remember(made: Sequence[Chosen], card: str, seconds: Sequence[float]) -> None:
-    """Keep the measured seconds of these modules on disk."""
-    cache.remember(key([one.text for one in made], card), {"seconds": list(seconds)})
+def remember(key: str, seconds: Sequence[float]) -> None:
+    """Keep the measured seconds of candidates on disk."""
+    cache.remember(key, {"seconds": list(seconds)})
 
 
 def ranked(candidates: Sequence[Candidate], seconds: Sequence[float]) -> list[Candidate]:

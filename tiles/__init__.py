@@ -5,7 +5,7 @@ from .importable import importing
 with importing():
     from . import sources  # before the others: it digests what they are read from  # noqa: F401
     from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
-    from .frameworks import processors
+    from .frameworks import persistent_blocks, processors
     from .inspect import inspect
     from .interpreter import Hazard
     from .launch import launch
@@ -20,6 +20,6 @@ with importing():
 
 __all__ = [
     "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "inspect", "launch",
-    "lowers", "op", "pending", "pipeline", "processors", "profile", "ring", "rt", "rv", "shared", "st", "static", "sv",
-    "tensor", "tf32",
+    "lowers", "op", "pending", "persistent_blocks", "pipeline", "processors", "profile", "ring", "rt", "rv", "shared", "st",
+    "static", "sv", "tensor", "tf32",
 ]  # fmt: skip

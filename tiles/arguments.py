@@ -30,6 +30,7 @@ from . import tma
 from .arrays import Array, Form
 from .dtypes import dtype, fp32
 from .frameworks import describe
+from .lengths import Length, made
 from .numba_types import SCALARS, Value
 from .types import gl, rt, rv, st, sv
 from .values import NUMBA_SCALARS, tensor
@@ -156,9 +157,9 @@ class Parameter(NamedTuple):
 
 def parameter(name: str, value: Any) -> Parameter:
     """How the argument `name` is passed. If it cannot be, a TypeError, ValueError or OverflowError names it."""
-    scalar = _SCALARS.get(type(value))
+    scalar = _SCALARS.get(type(value.value if isinstance(value, Length) else value))
     if scalar:
-        return Parameter(name, scalar, (number_slot(name, scalar, value, CURES.get(_CODES[scalar], "")),), value)
+        return Parameter(name, scalar, (made(number_slot, name, scalar, value, CURES.get(_CODES[scalar], "")),), value)
     if isinstance(value, tensor):
         array = describe(value.array, name)
         encoding = map_encoding(name, value.spec, array.form)

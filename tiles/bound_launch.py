@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cuda.bindings import driver
 
@@ -191,3 +191,15 @@ class Bound:
 
     def __str__(self):
         return f"launch({self.title}, {self.contents.grid}, {self.threads})"
+
+
+class Late(NamedTuple):
+    """A launch that was bound to be early, where it must not be. frames: for such launches of the kernel."""
+
+    bound: Bound
+    frames: Frames
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """See Bound."""
+        of = self.bound
+        Bound(of.code, of.title, of.threads, of.cluster, of.nbytes, of.contents, self.frames).run(stream, addresses)

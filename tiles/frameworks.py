@@ -16,6 +16,7 @@ from cuda.bindings import driver
 
 from .arrays import ALIGNMENT, Array, Form, contiguous, numpy_view
 from .device import check, device, machine, uncaptured
+from .lengths import made
 
 PAST = ALIGNMENT - 1  # the bits of an address that its form holds
 LEGACY_STREAM = 1  # CUDA's handle of the legacy default stream where 0 would mean "none given"
@@ -41,6 +42,13 @@ def processors(x: Any) -> int:
     """How many multiprocessors work on an array: those of the GPU whose memory it lies in, 3 where kernels are interpreted.
     TypeError: x is no array."""
     return machine(describe(without_grad(x), "x").device).processors
+
+
+def persistent_blocks(tiles: int, x: Any, each: int = 1, cluster: int = 1) -> int:
+    """How many blocks a persistent kernel has, whose blocks work on one tile after the other (ops.persistent_tile): as many as
+    run at once, or one for each tile where there are fewer tiles; of clusters of so many blocks, of which each works on a tile
+    of its own. x: an array that is worked on. each: blocks that run at once on a multiprocessor."""
+    return cluster * made(min, tiles, each * processors(x) // cluster)
 
 
 def kind_of(x: Any, name: str) -> Kind:

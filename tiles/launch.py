@@ -41,11 +41,11 @@ from .arguments import (
     types_of,
 )
 from .arrays import ABSENT, Form, Number, Operand, c_ordered
-from .bound_launch import Bound, Contents, Frames
+from .bound_launch import Bound, Contents, Frames, Late
 from .device import device
 from .fallback import Interpreted, forced
 from .frameworks import current_stream, finish, stream_handle
-from .lengths import made
+from .lengths import Length, made
 from .loaded_code import Loaded, load
 from .numba_types import Value
 from .recording import Recorded
@@ -270,7 +270,8 @@ class Launch:
             return Interpreted(self, values, None if place is None else device(place))
         nbytes = self.shared.nbytes if self.shared else 0
         code = load(self.kernel, types_of(self.kernel, given), device(place), nbytes)
-        slots, plain, maps, places, arrays = [], [], [], [], 0
+        slots: list[Any] = []
+        plain, maps, places, arrays = [], [], [], 0
         for p in given:
             if p.encoding:
                 maps.append((len(places), arrays, p.encoding))
@@ -279,8 +280,9 @@ class Launch:
                 plain.append((len(slots) + p.place, arrays))
             arrays += p.array is not None
             slots.extend(p.slots)
-        contents = Contents(self.grid, struct.pack(f"<{len(slots)}Q", *slots), plain, maps)
-        return Bound(code, self.title, self.block, self.cluster, nbytes, contents, Frames(len(slots), places), self.early)
+        contents = made(Contents, self.grid, made(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
+        frames = Frames(len(slots), places)
+        return made(Bound, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
 
     def __call__(self, *args, **named) -> None:
         if named:
@@ -289,12 +291,11 @@ class Launch:
         bound = self._bind(given)
         arrays = [p.array for p in given if p.array is not None]
         if (recording := recording_now()) is not None:
-            late = (
-                Launch(self.kernel, self.grid, self.block, self.shared, None, self.cluster)._bind(given, told=True)
-                if self.early
-                else bound
-            )
-            return recording.steps.append(Recorded(bound, late, [array.pointer for array in arrays]))
+            sources = [array.pointer for array in arrays]
+            of = bound.value if isinstance(bound, Length) else bound
+            early = self.early and isinstance(of, Bound)  # the interpreter begins no launch before the one ahead has ended
+            late = Late(bound, Frames(of.frames.slots, of.frames.maps)) if early else bound
+            return recording.steps.append(Recorded(bound, late, sources))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:
@@ -314,7 +315,7 @@ def _extents(name, given):
         raise ValueError(f"launch: {name} must be a positive integer or a tuple of up to three, got {given!r}")
     if name == "grid" and any(n > MOST_BLOCKS for n in extents[1:]):
         raise ValueError(f"launch: grid must have at most {MOST_BLOCKS} blocks along its second and third axis, got {given!r}")
-    return tuple(map(int, extents)) + (1,) * (3 - len(extents))
+    return tuple([n if isinstance(n, Length) else int(n) for n in extents]) + (1,) * (3 - len(extents))
 
 
 def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early=False) -> Launch:

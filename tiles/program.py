@@ -51,10 +51,9 @@ from .schema import Schema
 from .traced_plans import TracedPlan, Variable
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
-KINDS, TURNS = 1024, 12  # how many kinds of forms, alike but for lengths, are remembered; how many traced plans of each kind
+KINDS, TURNS = 1024, 32  # how many kinds of forms, alike but for lengths, are remembered; how many traced plans of each kind
 EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
 BEGINS = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
-VARY = frozenset("BSTsNECMAxy")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
 
 
 class Step(Protocol):
@@ -403,15 +402,14 @@ class Program:
                 names.append("_")
                 continue
             form = array.form
-            axes, _ = self.schema.rows[layout][name][len(form.shape)]
             unit = form.itemsize if in_elements else 1
             shape = [variable(n, place, guarded_calls.SHAPE, axis) for axis, n in enumerate(form.shape)]
             strides = [variable(stride // unit, place, guarded_calls.STRIDES, axis) for axis, stride in enumerate(form.strides)]
             past = variable(form.past, place, guarded_calls.PAST)
             names.append(f"({_pattern(shape)}, {_pattern(strides)}, {past.text})")
             past = max(past, 0)  # so that the function is none for arrays that lie nowhere
-            extents = tuple([n if axis in VARY else int(n) for n, axis in zip(shape, axes)])
-            given[name] = form._replace(shape=extents, strides=tuple([unit * stride for stride in strides]), past=past)
+            whole = form._replace(shape=tuple(shape), strides=tuple([unit * stride for stride in strides]), past=past)
+            given[name] = self.schema.with_lengths(name, whole, layout)
         return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(given, described[0], options, layout))
 
     def _check_apart(self, described: list, a: int, b: int) -> None:

@@ -26,6 +26,11 @@ class Recorded(NamedTuple):
     late: Any
     sources: Sequence[int]
 
+    @property
+    def of_lengths(self) -> bool:
+        """See program.Step."""
+        return getattr(self.bound, "of_lengths", False)
+
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """See program.Step."""
         self.bound.run(stream, [addresses[source] for source in self.sources])
@@ -74,7 +79,7 @@ def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: s
     if stream is not None:
         raise TypeError("stream: must be None in a call that is recorded: it runs on that of the program")
     given = {name: x for name, x in zip(program.names, arrays) if x is not None}
-    forms = {name: x.form for name, x in given.items()}
+    forms = {name: program.schema.with_lengths(name, x.form, layout) for name, x in given.items()}
     device = arrays[0].form.device
     problem, (steps, scratch, give), results = program.steps(forms, device, options, layout)
     for name in results:

@@ -50,7 +50,7 @@ With `layout="bhsd"` the caller's axes have sequence and head swapped where both
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, overlaps_itself
@@ -94,6 +94,7 @@ SPOKEN = {"G": "Hk", "K": "Dk", "V": "Dv", "E": "N + 1", "T": "S", "U": "B or 1"
 SPOKEN |= {"O": "1", "A": "Sq", "s": "S", "Z": "positions", "R": "pairs", "x": "blocks", "y": "blocks"}
 SPOKEN |= {"C": "B or pages", "N": "sequences", "M": "pages of each", "I": "B or 1", "J": "H or 1", "P": "rows of blocks"}
 SPOKEN |= {"Q": "blocks", "L": "blocks", "r": "H + Hk", "p": "H + 2 Hk"}
+VARY = frozenset("BSTsNECMAxy")  # axes whose extents are lengths; heads and columns decide which kernel serves a call
 FREE = tuple("*" * rank for rank in range(1, 6))  # axes of any extents
 
 
@@ -222,11 +223,12 @@ class Problem:
 
 
 class Schema:
-    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
-    always the same, or none but results have; or what these are, a function of all others."""
+    """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. vary: the axes whose extents
+    are lengths, of which a plan may become a function (lengths.py). extents: of axes that have always the same, or none but
+    results have; or what these are, a function of all others."""
 
-    def __init__(self, name: str, table: str, **extents: int | Callable[[Mapping[str, Any]], Any]):
-        self.name = name
+    def __init__(self, name: str, table: str, vary: Iterable[str] = VARY, **extents: int | Callable[[Mapping[str, Any]], Any]):
+        self.name, self.vary = name, frozenset(vary)
         self.extents = {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
         self._following = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}
         rows = [Argument(*_row(line.split())) for line in table.strip().splitlines()]
@@ -304,6 +306,11 @@ class Schema:
         if "E" in extents:
             self._check_ends(extents, forms, holder)
         return Problem(self, canonical, self.extents | self._counted(extents), bits, layout)
+
+    def with_lengths(self, name: str, form: Form, layout: str) -> Form:
+        """The form of an argument, of a call that is watched: what is no length, such as the number of heads, has one value."""
+        axes, _ = self.rows.get(layout, {}).get(name, {}).get(len(form.shape), ("*" * len(form.shape), ()))
+        return form._replace(shape=tuple([n if axis in self.vary else int(n) for n, axis in zip(form.shape, axes)]))
 
     def of_a_number(self, name: str, number: float) -> str:
         """What is said where an array is expected and a number is given."""

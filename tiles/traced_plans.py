@@ -55,9 +55,11 @@ class TracedPlan:
         last, self.last = self.last, lengths
         if last is None or self.tries == 0:
             return self.call
-        self.tries -= 1
-        before = self.free  # another thread may replace it meanwhile
-        free = self.free = [one for one in self.variables if one in before or one.of(last) != one.of(lengths)]
+        before, call = self.free, self.call  # another thread may replace them meanwhile
+        free = [one for one in self.variables if one in before or one.of(last) != one.of(lengths)]
+        if call is not None and free == before:  # it serves this call, too, but was not expected
+            return call
+        self.free, self.tries = free, self.tries - 1
         if not free or len(free) > MOST or guarded_calls.PAST in [one.part for one in free]:
             return self.call
         fixed = {one.name: one.of(lengths) for one in self.variables if one not in free}

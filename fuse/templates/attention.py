@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..axes import Axis
 from ..graph import along, softmax_of
@@ -98,6 +98,11 @@ class Attention:
         q, v = self.q.array.names, self.v.names
         axes = [*((axis, 2) for axis in q[:-2]), (q[-1], 3 * COLUMNS), (v[-1], 5 * COLUMNS)]
         return {axis.root: n for axis, n in axes if axis is not None}
+
+    @property
+    def cut(self) -> Any:
+        """What of its text follows from lengths."""
+        return self.few
 
     @property
     def few(self) -> bool:

@@ -9,7 +9,7 @@ and the logarithm of the sum of its weights. One small kernel joins them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import terms
 from ..axes import Axis
@@ -46,6 +46,11 @@ class AttentionOfParts(Attention):
                 one.held = terms.attended(one.root, parts)
                 one.roots = one.root, one.held
                 yield one
+
+    @property
+    def cut(self) -> Any:
+        """See Attention."""
+        return self.held.what, self.few
 
     @property
     def fixed(self) -> dict[Axis, int]:

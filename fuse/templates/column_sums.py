@@ -7,6 +7,7 @@ A block has 32 columns of every total, its warps every so many rows."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .. import terms
 from ..axes import Axis
@@ -28,6 +29,11 @@ class ColumnSums:
         self.roots, self.ahead = tuple(roots), list[Term]()
         self.fixed = dict[Axis, int]()
         self.leaves = tuple([terms.gathered(x.of[0], shares(x.of[0], processors)) for x in roots])
+
+    @property
+    def cut(self) -> Any:
+        """See RowMap."""
+        return [x.what for x in self.leaves]
 
     @property
     def bytes(self) -> float:

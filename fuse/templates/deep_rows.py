@@ -7,6 +7,7 @@ What is read and written are views. All tiles must have all leading axes; the ke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .. import terms
 from ..axes import Axis
@@ -53,6 +54,11 @@ class DeepRows:
     def leaves(self) -> list[Term]:
         """The arrays that it reads."""
         return list(self.inner.leaves)
+
+    @property
+    def cut(self) -> Any:
+        """See RowMap."""
+        return self.inner.cut
 
     @property
     def ahead(self) -> list[Term]:

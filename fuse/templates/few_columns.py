@@ -5,15 +5,15 @@ rows fill 128 multiprocessors. few_columns.jinja is the kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..axes import Axis
 from ..module import DTYPES, Text, rendered
 from ..names import array
 from ..terms import Term
 from .few_rows import MOST_ROWS
-from .many_rows import ManyRows
+from .many_rows import ManyRows, Schedule
 from .product_text import Words, reading
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ class FewColumns(ManyRows):
         """The kernels that compute a term, on a card with so many multiprocessors, if it has more rows than `few`."""
         if root.ndim == 2 and root.extents[1] <= MOST_COLUMNS and root.extents[0] > few:
             yield from (one for one in super().serving(root, processors, few) if len(one.products) == 1 and not one.extension)
+
+    def schedule_at(self, known: Mapping[Axis, Any]) -> Schedule:
+        """See ManyRows. Its tiles are the same for all lengths."""
+        return super().schedule_at({})
 
     @property
     def fixed(self) -> dict[Axis, int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..functions import FP8
 from ..graph import is_tile
@@ -153,6 +153,10 @@ class FewRows(Product):
             if stages * slot + ahead * beside <= room
         ]
         return Schedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
+
+    @property
+    def cut(self) -> Any:
+        return self.schedule
 
     @property
     def most_rows(self) -> int:

@@ -129,7 +129,7 @@ class Folded(Writing):
         lines += ["following += int32(cuda.gridDim.x)", "at = min(following, int32(rows - 1))"]
         lines += [f"next_{name[t]} = {self.loaded(t, 'at, line, 0')}" for t in tiles]
         text.kernel += ["while following < rows:", *(f"    {line}" for line in (*lines, *body))]
-        text.launch = f"min(rows, BLOCKS * tiles.processors({x}))"
+        text.launch = f"tiles.persistent_blocks(rows, {x}, BLOCKS)"
 
 
 class Slim(Folded):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import graph, terms
 from ..axes import Axis
@@ -86,6 +86,8 @@ class Halves:
         shared = [n for n in range(-root.ndim, -1) if all(x.ndim >= -n and x.names[n] is not None for x in tiles)]
         if tiles and shared:
             yield cls(root, parts, read, sums, shared[-1], wgmma)
+
+    cut: Any = ()  # nothing of its text follows from lengths
 
     @property
     def root(self) -> Term:

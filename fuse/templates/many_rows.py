@@ -13,10 +13,13 @@ many_rows.jinja is the kernel. Here stands when it serves and how it is cut; man
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..axes import PART
+from tiles.lengths import made
+
+from ..axes import PART, Axis
 from ..graph import is_tile
 from ..module import DTYPES, Text, rendered
 from ..terms import Term
@@ -40,17 +43,20 @@ LONE = 64  # tiles of rows, from which on a block may be without a peer
 
 class Schedule(NamedTuple):
     """How a kernel is cut into tiles. columns: of a tile of accumulators, of all products together. parts: in how many parts a
-    tile is stored. stages: the slots of a ring. group: how many rows of tiles, or of clusters, make a band that is worked on
-    together and shares what is read of the weights. blocks: how many blocks a cluster has, one below the other, which read
-    each tile of weights once."""
+    tile is stored. stages: the slots of a ring. blocks: how many blocks a cluster has, one below the other, which read each
+    tile of weights once."""
 
     columns: int
     parts: int
     stages: int
-    group: int
     blocks: int
 
+    def __str__(self):
+        pairs = " by pairs of blocks" if self.blocks > 1 else ""
+        return f"tiles of {ROWS} x {self.columns} through {self.stages} stages{pairs}"
 
+
+@functools.lru_cache(256)
 def schedule(
     m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
 ) -> Schedule:
@@ -67,9 +73,7 @@ def schedule(
     parts = columns // 64 * (1 if results == 1 else 2)  # what several are made of would not fit registers else
     room = SHARED - results * ROWS * 2 * (columns // products // parts)
     blocks = 2 if pairs and waves(columns) > 1 and (tall % 2 == 0 or tall > LONE) else 1
-    return Schedule(
-        columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), -(-min(16, tall) // blocks), blocks
-    )
+    return Schedule(columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), blocks)
 
 
 class ManyRows(Product):
@@ -77,6 +81,7 @@ class ManyRows(Product):
 
     label, most_rows, early = "many", 2**31 - 1, True
     processors: int  # of the card
+    scheduled: Schedule | None = None  # how it is cut, if other lengths decide that than those of its terms
 
     def __init__(
         self, results: tuple[Term, ...], x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None
@@ -87,9 +92,13 @@ class ManyRows(Product):
     @property
     def schedule(self) -> Schedule:
         """How the product is cut into tiles."""
-        step = PART if self.folds else 64
-        sizes = self.rows, self.columns, len(self.products), self.processors, self.batch or 1
-        return schedule(*sizes, step, len(self.results), not self.folds and self.batch is None)
+        return self.scheduled or self.schedule_at({})
+
+    def schedule_at(self, known: Mapping[Axis, Any]) -> Schedule:
+        """How it is cut for other lengths of axes."""
+        step, (batch, rows, _) = PART if self.folds else 64, self.sizes(known)
+        sizes = rows, self.columns, len(self.products), self.processors, batch
+        return made(schedule, *sizes, step, len(self.results), not self.folds and self.batch is None)
 
     @classmethod
     def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
@@ -152,7 +161,7 @@ class ManyRows(Product):
     def explained(self) -> str:
         """What it does, in words."""
         s = self.schedule
-        told = [f"a product of many rows in tiles of {ROWS} x {s.columns}, through {s.stages} stages"]
+        told = [f"a product of many rows in {s}"]
         told += (
             [f"{self.extension.left} @ its weights is {'one step' if self.extension.narrow else 'steps'} more along k"]
             if self.extension

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .many_rows import ManyRows
 
 STEP = 64  # of a tile along k
+BAND = 16  # rows of tiles that are worked on together, and share what is read of the weights
 NAMES = "batch tall more last rank row col part n m me y width own place".split()  # of the kernel
 NAMES += "following known nothing greatest higher total picked scores here chosen end".split()
 
@@ -120,13 +121,12 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
     plain = not (folds or computes or parts)
     slots = [] if folds else [one.slot for one in results]
     into = ", ".join([*(name for name, _ in outs), *slots])
-    blocks = f"min(rows * cols, tiles.processors({result}))"
-    blocks = f"BLOCKS * min(rows * cols, tiles.processors({result}) // BLOCKS)" if s.blocks > 1 else blocks
+    blocks = f"tiles.persistent_blocks(rows * cols, {result}{', cluster=BLOCKS' * (s.blocks > 1)})"
     leaves = _folded(folds, s.parts, told) if folds else _sent(s.parts, several, told, "batch, " * batch, into, plain, coming)
     arguments = [*operands, *outs, *arrays.items()]
     return {
-        "schedule": s, "operands": operand_tiles, "dtype": dtype, "y": result, "products": products, "turned": turned,
-        "form": "ABt" if turned else "AB",
+        "schedule": s, "band": BAND, "operands": operand_tiles, "dtype": dtype, "y": result, "products": products,
+        "turned": turned, "form": "ABt" if turned else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
         "plain": plain, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
         "slots": slots, "results": results,

@@ -18,12 +18,13 @@ texts have in common is in product_text.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..axes import PART, Axis
+from ..classes import extents_at
 from ..evaluate import beyond
 from ..functions import FP8
 from ..graph import along, between, inputs, is_tile, walk
@@ -209,6 +210,18 @@ class Product:
     def batch(self) -> int | None:
         """How many products there are in the batch; None if there is no batch."""
         return self.root.extents[0] if self.root.ndim == 3 else None
+
+    def sizes(self, known: Mapping[Axis, Any]) -> tuple[Any, Any, Any]:
+        """(how many products there are in the batch, 1 if there is none; rows; columns), for these lengths of axes; the extents
+        of others are those of its terms."""
+        extents = extents_at(self.root, known)
+        beside = [extents_at(x, known)[-1] for x in self.beside]
+        return extents[0] if self.root.ndim == 3 else 1, extents[-2], sum(beside, extents[-1])
+
+    @property
+    def cut(self) -> Any:
+        """What of its text follows from lengths, besides `schedule_at`."""
+        return ()
 
     @property
     def bytes(self) -> float:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from .. import terms
 from ..axes import Axis
@@ -201,6 +202,11 @@ class RowMap:
         forms = [one for one in (Folded, Slim) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
         rows = {one: resident(self.registers(one)) // _warps(self.width, one) for one in forms}
         return max(rows, key=lambda one: rows[one]) if any(rows.values()) else None
+
+    @property
+    def cut(self) -> Any:
+        """What of its text, and of what it writes, follows from lengths."""
+        return self.blocks if self.form is Long else (), [x.what for x in self.sums]
 
     @property
     def warps(self) -> int:

@@ -10,10 +10,12 @@ since_ampere.jinja is the kernel; here stands when it serves, how it is cut, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..axes import PART
+from tiles.lengths import made
+
+from ..axes import PART, Axis
 from ..module import DTYPES, Text, rendered
 from ..names import array
 from ..terms import Term
@@ -24,6 +26,7 @@ from .product_text import Folds, Words, extent, index, lead, reading
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+GROUP = 8  # rows of tiles that share what is read of the weights
 PROCESSORS = 108  # an A100's: with fewer large tiles than these smaller ones serve
 ROOM = 96 * 1024  # of shared memory for tiles: of the 100 KB of sm_86, sm_89 and sm_120
 WARP = 8 * 4  # rows, of which each of four warps copies a multiple of 8
@@ -45,28 +48,39 @@ class Schedule(NamedTuple):
     bands: int
     parts: int
 
+    def __str__(self):
+        return f"tiles of {self.rows} x {self.columns} through {self.stages} stages"
+
+
+def schedule(batch: int, m: int, n: int, products: int, rank: int, folds: bool) -> Schedule:
+    """The schedule of a batch of products of m rows and n columns. rank: see SinceAmpere. folds: are tiles as wide as a
+    part?"""
+    wide = 128 // products
+    if m > 64 and batch * -(-m // 128) * -(-n // wide) >= PROCESSORS:
+        rows, columns, depth, bands, parts = 128, wide, 32, 4, 1
+    else:
+        rows = next((few for few in (16, 32) if few >= m), 64)
+        columns, depth, bands, parts = PART if folds else 64, 64, rows // 16, 1 if folds or rows == 64 else 2
+    blocks = batch * -(-m // rows) * -(-n // columns)
+    room = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * rank
+    stage = 2 * depth * (rows + columns * products + rank)
+    return Schedule(rows, columns, depth, max(2, min(4, room // stage)), GROUP, bands, parts)
+
 
 class SinceAmpere(Product):
     """The kernel for products on cards without wgmma: see the module."""
 
     label, most_rows, early = "product", 2**31 - 1, False
+    scheduled: Schedule | None = None  # how it is cut, if other lengths decide that than those of its terms
 
     @property
     def schedule(self) -> Schedule:
         """How the product is cut into tiles."""
-        wide = 128 // len(self.products)
-        if self.rows > 64 and (self.batch or 1) * -(-self.rows // 128) * -(-self.columns // wide) >= PROCESSORS:
-            rows, columns, depth, bands, parts = 128, wide, 32, 4, 1
-        elif self.folds:  # whose tiles are as wide as a part
-            rows = next((n for n in (16, 32) if n >= self.rows), 64)
-            columns, depth, bands, parts = PART, 64, rows // 16, 1
-        else:
-            rows = next((n for n in (16, 32) if n >= self.rows), 64)
-            columns, depth, bands, parts = 64, 64, rows // 16, 1 if rows == 64 else 2
-        blocks = (self.batch or 1) * -(-self.rows // rows) * -(-self.columns // columns)
-        room = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * self.rank
-        stage = 2 * depth * (rows + columns * len(self.products) + self.rank)
-        return Schedule(rows, columns, depth, max(2, min(4, room // stage)), 8, bands, parts)
+        return self.scheduled or self.schedule_at({})
+
+    def schedule_at(self, known: Mapping[Axis, Any]) -> Schedule:
+        """How it is cut for other lengths of axes."""
+        return made(schedule, *self.sizes(known), len(self.products), self.rank, bool(self.folds))
 
     @property
     def rank(self) -> int:
@@ -104,7 +118,7 @@ class SinceAmpere(Product):
     def explained(self) -> str:
         """What it does, in words."""
         s = self.schedule
-        told = f"a product by mma.sync in tiles of {s.rows} x {s.columns}, which come by cp.async through {s.stages} stages"
+        told = f"a product by mma.sync in {s}, which come by cp.async"
         return ", ".join([told, *self.riding])
 
     def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:

@@ -23,7 +23,7 @@ from attention.softmax.projected import projected, projected_backward
 from attention.softmax.python_functions import named
 from tiles import program as programs
 from tiles.arrays import ITEMSIZE, Form, contiguous
-from tiles.program import VARY
+from tiles.schema import VARY
 from tiles.torch_op import _options
 
 launching = sys.modules["tiles.launch"]

@@ -72,7 +72,7 @@ def test_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("TILES_CACHE", "1")
     monkeypatch.setattr("fuse.definition.ordinal_of", lambda arrays: 0)
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card(None))
-    monkeypatch.setattr(tune, "measure", lambda name, made, arrays, say: [1e-6 * (len(made) - n) for n in range(len(made))])
+    monkeypatch.setattr(tune, "measure", lambda name, made, *more: [1e-6 * (len(made) - n) for n in range(len(made))])
     operator, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 3, bf16)
     by_roofline = operator.candidates(*arrays)
     found = operator.tune(*arrays)

@@ -29,7 +29,7 @@ def test_results(case, monkeypatch):
     arrays = [normal(*shape) for shape in SHAPES[case]]
     arrays = [np.ascontiguousarray(x.T).T if turned and n else x for n, x in enumerate(arrays)]
     kernel = fuse.kernel(getattr(operators, name).definition)
-    assert "BLOCKS = 2, 2, 4, 1, " in kernel.source(*arrays)
+    assert "BLOCKS = 2, 2, 4, 8, " in kernel.source(*arrays)
     compare(kernel, arrays, kernel.run(*arrays))
 
 

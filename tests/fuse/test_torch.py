@@ -39,6 +39,22 @@ def test_compiled():
     assert torch.equal(step(x, g, turned), operators.rms_norm_linear(x * 2, g, turned) + 1)
 
 
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
+def test_compiled_for_all_rows(dynamic, graphs):
+    """Whatever class they are of. Without dynamic=True torch takes the first number for the only one."""
+    made = []
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph.forward
+
+    x, g, w = tensors((70, 40), (40,), (40, 24))
+    step = torch.compile(lambda *given: operators.rms_norm_linear(*given), fullgraph=True, backend=backend, dynamic=dynamic)
+    for rows in (3, 5, 20, 70, 33):
+        assert torch.equal(step(x[:rows], g, w), operators.rms_norm_linear(x[:rows], g, w))
+    assert len(made) == graphs
+
+
 def test_compiled_with_names_that_are_not_ascii():
     """Torch's signatures know ASCII alone."""
     x, w = tensors((5, 64), (64, 32))

@@ -5,10 +5,12 @@ import math
 import struct
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiles.frameworks import persistent_blocks
 from tiles.lengths import Length, Trace, Untraceable, follows, made
 
 
@@ -121,3 +123,16 @@ def test_equal_lengths_are_one():
 
 def test_messages_show_what_it_is():
     assert repr(Trace().variable("n3", 5) + 1) == "v0=6"
+
+
+def test_blocks_that_stay():
+    """How many there are is followed: fewer tiles than blocks and more of them have one plan. The interpreter has 3
+    multiprocessors."""
+    x = np.zeros(4, np.float32)
+    for more, limit in (((), 3), ((2,), 6), ((1, 2), 2)):
+        trace = Trace()
+        count = persistent_blocks(trace.variable("n0", 1), x, *more)
+        found = trace.function("n0,", count)
+        cluster = more[1] if len(more) > 1 else 1
+        assert [found((n,)) for n in (1, 2, 100)] == [min(cluster * n, limit) for n in (1, 2, 100)]
+        assert persistent_blocks(100, x, *more) == limit

@@ -1,0 +1,332 @@
+"""Calls with a new number of rows, on a device that is none: what is planned, once for each class of lengths (fuse/classes.py),
+and what such a call takes."""
+
+import collections
+import itertools
+import linecache
+import random
+import statistics
+import sys
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+from on_no_device import Lent, OnDevice, fresh, noting_driver
+from operator_cases import DTYPES, SHAPES, normal, sample
+from references import compare
+
+import attention
+import fuse
+from fuse import inspect, operators
+from fuse.candidates import chosen
+from fuse.classes import BATCH, EXACT, OF_KEYS, OF_PARTS, ROWS, last_alike, representative
+from fuse.cost import card
+from fuse.trace import Shape
+from tiles import bf16, lengths
+from tiles import program as programs
+from tiles.arrays import c_ordered
+from tiles.frameworks import KIND_OF
+
+MEMORY, ROOM = 2**44, 2**42
+WIDE = {136: 4096, 72: 6144, 16: 64, 40: 2048, 68: 2048}  # columns as models have them
+GRADIENTS = ("residual_rms_norm", "gated_mlp", "rms_norm_linear", "layer_norm_linear", "dropout_residual_layer_norm")
+
+
+class Tensor(Lent):
+    """An array on a device that is none, with as much of a tensor's as fused functions ask for."""
+
+    dtype = property(lambda self: self.form.dtype)
+    shape = property(lambda self: self.form.shape)
+    T = property(lambda self: Tensor(self.pointer, self.form.permuted((1, 0))))
+
+    def stride(self, axis=None):
+        steps = tuple(n // self.form.itemsize for n in self.form.strides)
+        return steps if axis is None else steps[axis]
+
+    def reshape(self, *shape):
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        count = np.prod(self.shape)
+        shape = tuple(int(count // -np.prod(shape)) if n == -1 else n for n in shape)
+        return Tensor(self.pointer, c_ordered(shape, self.dtype, 0))
+
+    def swapaxes(self, one, other):
+        order = list(range(len(self.shape)))
+        order[one], order[other] = order[other], order[one]
+        return Tensor(self.pointer, self.form.permuted(order))
+
+    def __matmul__(self, other):
+        return Tensor(self.pointer, c_ordered((*self.shape[:-1], other.shape[-1]), self.dtype, 0))
+
+    def sum(self, axes, dtype):
+        return Tensor(self.pointer, c_ordered(self.shape[-1:], "float32", 0))
+
+    def astype(self, dtype):
+        return Tensor(self.pointer, c_ordered(self.shape, np.dtype(dtype).name, 0))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """See noting_driver. `.slow` counts what a plan of a new class takes: searches, modules that are rendered."""
+    with noting_driver(monkeypatch) as noted:
+        monkeypatch.setitem(KIND_OF, Tensor, KIND_OF[Lent])
+        monkeypatch.setattr(OnDevice, "maker", lambda self, home, *form: lambda: Tensor(2**60, c_ordered(*form, 0)))
+        monkeypatch.setattr("tiles.frameworks.machine", lambda ordinal: SimpleNamespace(processors=132))
+        for user in ("fuse.definition", "fuse.gradient"):
+            monkeypatch.setattr(f"{user}.card", lambda ordinal: card(None))
+        noted.slow = collections.Counter()
+
+        def count(name, function):
+            def counted(*given, **named):
+                noted.slow[name] += 1
+                return function(*given, **named)
+
+            monkeypatch.setattr(name, counted)
+
+        for name in ("fuse.trace._run", "fuse.candidates.place.Search", "fuse.candidates.module.assemble"):
+            count(name, eval(name, {"fuse": fuse, **sys.modules}))
+        count("tiles.program.Program._planned", programs.Program._planned)
+        yield noted
+
+
+def arrays_of(name, rows, gradient=False, wide=True):
+    """Arrays for an operator or its gradient."""
+    operator, every = getattr(operators, name), []
+    extents = {"m": rows} | (WIDE if wide and "attention" not in name else {})
+    for n, shape in enumerate(SHAPES[name]):
+        dtype = np.dtype(DTYPES.get((name, n), bf16.np)).name
+        every.append((tuple(extents.get(one, one) for one in shape), dtype))
+    if gradient:
+        every += [((), "float32")] * (len(operator.names) - len(every))
+        every += [(x.extents, "bfloat16") for x in operator._trace(tuple(Shape(*one) for one in every)).roots]
+    places = itertools.count(MEMORY, ROOM)
+    return [Tensor(next(places), c_ordered(*one, 0)) if one[0] else 0.5 for one in every]
+
+
+CASES = [(name, False) for name in SHAPES] + [(name, True) for name in GRADIENTS]
+
+
+def function_of(name, gradient):
+    """The operator, or its gradient, of which nothing is known yet."""
+    function = fuse.kernel(getattr(operators, name).definition)
+    return function.gradient if gradient else function
+
+
+@pytest.mark.parametrize(("name", "gradient"), CASES)
+def test_once_for_each_class(gpu, name, gradient):
+    """A new number of rows of a class that is known is not traced, searched, written down or planned; and what it launches is
+    what it does where nothing is known."""
+    function = function_of(name, gradient)
+    for rows in (9, 40, 300, 2500):
+        function.run(*arrays_of(name, rows, gradient))
+        function.run(*arrays_of(name, rows + 2, gradient))  # a plan that holds for others is made of the second
+    every = {rows: arrays_of(name, rows, gradient) for rows in (10, 15, 41, 299, 304, 2520, 2559, 11, 45)}
+    gpu.slow.clear()
+    for rows, given in every.items():
+        gpu.launches.clear()
+        function.run(*given)
+        launched = [*gpu.launches]
+        assert not gpu.slow, (rows, gpu.slow)
+        gpu.launches.clear()
+        fresh(function.run, *given)
+        assert launched == gpu.launches
+        gpu.slow.clear()
+
+
+@pytest.mark.parametrize("name", [one for one in SHAPES if inspect.described(one)])
+def test_few_kernels_for_all_rows(name):
+    """From 1 row to 9000: of each launch no more than 10 are compiled. The text follows from what a plan is looked up by."""
+    operator, known, first = getattr(operators, name), {}, 1
+    kernels = collections.defaultdict(set)
+    while first <= 9000:
+        rows = last_alike(first)
+        for n in {first, rows} if rows <= 1024 else {rows}:
+            shapes = [Shape(x.shape, x.dtype) for x in arrays_of(name, n)]
+            shapes += [Shape((), "float32")] * (len(operator.names) - len(shapes))
+            found, (best, *_) = operator._ways(tuple(shapes), None)
+            key = best.identity, tuple(getattr(kernel, "schedule", None) for kernel in best.way.kernels)
+            if key not in known or n < 4096:
+                made = chosen(operator.name, found, best)
+                assert known.setdefault(key, made.text) == made.text
+                for label, code in made.code:
+                    kernels[label].add(code)
+        first = rows + 1
+    assert max(map(len, kernels.values()), default=1) <= 10 + (name == "fp8_linear")  # one more for a single row
+
+
+def test_classes_in_turns(gpu, monkeypatch):
+    """More of them than functions are tried at once: what was compiled for each serves it when its turn comes again."""
+    function, compiled, real = function_of("rms_norm_linear", False), [], lengths._function
+    monkeypatch.setattr(lengths, "_function", lambda *given: compiled.append(given) or real(*given))
+    classes = 2, 17, 33, 129, 257, 513
+    for turn in range(8):
+        for rows in classes:
+            function.run(*arrays_of("rms_norm_linear", rows + turn))
+    assert len(compiled) == 2 * len(classes)  # for any lengths, and for any number of rows
+
+
+def test_late_at_new_rows(gpu, monkeypatch):
+    """Of a plan for other lengths, too, a launch whose weights the one before it wrote is not early."""
+    product, attributes, launch = fuse.kernel(lambda x, w: x @ w), [], driver.cuLaunchKernelEx
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *given: attributes.append(given[0].numAttrs) or launch(*given))
+    w, square, other = (Tensor(MEMORY + n * ROOM, c_ordered((256, 256), "bfloat16", 0)) for n in range(3))
+    for rows in range(17, 33):
+        x = Tensor(MEMORY + 4 * ROOM, c_ordered((rows, 256), "bfloat16", 0))
+        product.run(square, w, out=other)
+        early = [product.run(x, weights) and attributes[-1] for weights in (square, other)]
+        attributes.clear()
+        product.run(square, w, out=other)
+        product.run(x, other)
+        assert early[0] == early[1] == attributes[-1] + 1, rows
+
+
+def calls_in(call):
+    """How many functions of the library a call calls."""
+    count = 0
+
+    def seen(frame, event, _):
+        nonlocal count
+        count += event == "call" and "/tests/" not in frame.f_code.co_filename
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_what_a_new_number_of_rows_takes(gpu):
+    """In functions that are called: not much more than a new length of attention.forward's, for each launch."""
+
+    def usual(call, lengths):
+        return statistics.median([calls_in(lambda n=n: call(n)) for n in lengths][20:])
+
+    def forward(rows):
+        q, k, v = (Tensor(MEMORY + n * ROOM, c_ordered((1, rows, 8, 128), "bfloat16", 0)) for n in range(3))
+        attention.forward(q, k, v, causal=True)
+
+    takes = usual(forward, range(5000, 5060))
+    for name, launches in (("residual_rms_norm", 1), ("gated_mlp", 1), ("rms_norm_linear", 2), ("mixture_of_experts", 4)):
+        function = function_of(name, False)
+        given = {rows: arrays_of(name, rows) for rows in range(5121, 5181)}
+        found = usual(lambda rows, function=function, given=given: function.run(*given[rows]), given)
+        assert found <= (1.0 + launches) * takes, (name, found, takes)
+
+
+def test_memory_stays(gpu, monkeypatch):
+    """Over thousands of numbers of rows, the lines of modules included."""
+    monkeypatch.setattr(programs, "KNOWN", programs.Recent(64))
+    monkeypatch.setattr(programs, "FUNCTIONS", programs.Recent(64))
+    function, numbers = function_of("rms_norm_linear", False), [*range(1, 9001)]
+    random.Random(0).shuffle(numbers)
+    for rows in numbers[:3000]:
+        function.run(*arrays_of("rms_norm_linear", rows))
+        gpu.launches.clear()
+    texts, classes = len(linecache.cache), function.best.cache_info().currsize
+    tracemalloc.start()
+    try:
+        for part in (numbers[3000:3500], numbers[3500:6000]):
+            before, _ = tracemalloc.get_traced_memory()
+            for rows in part:
+                function.run(*arrays_of("rms_norm_linear", rows))
+                gpu.launches.clear()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 300_000
+    assert len(linecache.cache) == texts and function.best.cache_info().currsize == classes <= 16
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("how", [ROWS, BATCH, OF_KEYS, OF_PARTS, EXACT])
+def test_what_stands_for_a_length(how):
+    for n in [*range(3000), 4096, 9000, 2**31 - 1]:
+        stands = representative(n, how)
+        assert stands >= n and representative(stands, how) == stands
+        assert (n < 2 or how == EXACT) <= (stands == n)
+        if how == OF_PARTS and n > 512:
+            assert all((stands % parts == 0) == (n % parts == 0) for parts in (2, 4, 8, 16, 32, 64, 128))
+        elif how != EXACT:
+            assert stands < 2 * n or stands <= 16
+    assert len({representative(n, ROWS) for n in range(1, 9001)}) == 12
+
+
+def test_a_definition_that_asks_for_its_rows():
+    """It means what it says: its rows stand for no others. One that asks for columns has rows as any other."""
+    by_rows = fuse.kernel(lambda x: x * (1.0 / x.shape[0]))
+    by_columns = fuse.kernel(lambda x: x * (1.0 / x.shape[-1]))
+    for rows in (3, 5):
+        x = normal(rows, 64)
+        compare(by_rows, [x], by_rows.run(x))
+        assert np.abs(by_rows.run(x).astype(float) - x.astype(float) / rows).max() < 0.01
+    shapes = (Shape((3, 64), "bfloat16"),)
+    assert by_rows._hows(shapes)[0] == ((EXACT, EXACT),) and by_columns._hows(shapes)[0] == ((ROWS, EXACT),)
+
+
+ASKING = {
+    "one": lambda x: 1.0 / x.shape[0],
+    "of few columns": lambda x: 1.0 / x.shape[0] if x.shape[1] < 100 else 0.5,
+    "all": lambda x: 1.0 / np.prod(x.shape) * x.shape[1],
+    "unpacked": lambda x: 1.0 / next(n for n, _ in [x.shape]),
+    "sliced": lambda x: 1.0 / x.shape[:1][0],
+    "compared": lambda x: 1.0 if x.shape == (16, 64) else 0.5,
+    "contained": lambda x: 1.0 if 16 in x.shape else 0.5,
+    "joined": lambda x: 1.0 / (x.shape + (1,))[0],
+}
+
+
+@pytest.mark.parametrize("case", ASKING)
+def test_what_asks_for_rows(case):
+    """In whatever way, and of lengths that it is not tried with at first, too."""
+    kernel, factor = fuse.kernel(lambda x: x * ASKING[case](x)), ASKING[case]
+    for rows in (3, 5, 16):
+        x = normal(rows, 64)
+        assert np.abs(kernel.run(x).astype(float) - x.astype(float) * factor(x)).max() < 0.02
+        made, _ = kernel.gradient.run(x, x), kernel.source(x)
+        assert np.abs(made[0].astype(float) - x.astype(float) * factor(x)).max() < 0.02
+
+
+def test_what_is_no_length():
+    """Experts, which an index chooses among; keys, where no kernel of attention's serves."""
+    shapes = [Shape(x.shape, x.dtype) for x in arrays_of("lora_linear_by_index", 5)]
+    hows, _ = operators.lora_linear_by_index._hows((*shapes, Shape((), "float32")))
+    assert hows[2][0] == EXACT and hows[4] == (ROWS,)
+    scores = fuse.kernel(lambda q, k, v: fuse.softmax(q @ fuse.transpose(k)) @ v + 1.0)
+    for keys in (40, 48):
+        arrays = [normal(20, 64), normal(keys, 64), normal(keys, 64)]
+        compare(scores, arrays, scores.run(*arrays))
+
+
+def test_the_table():
+    """Of an explanation: each number of rows once, and what is said of it is what serves it."""
+    arrays = sample("rms_norm_linear", 5, bf16)
+    table = operators.rms_norm_linear.table(arrays, 700)
+    ranges = sorted(one for some in table.values() for one in some)
+    assert ranges[0][0] == 1 and ranges[-1][1] == 700
+    assert all(last + 1 == first for (_, last), (first, _) in itertools.pairwise(ranges))
+    for rows in (1, 16, 17, 64, 65, 700):
+        (best, *_) = operators.rms_norm_linear.candidates(*sample("rms_norm_linear", rows, bf16))
+        assert any(first <= rows <= last for first, last in table[best.summary])
+    said = operators.rms_norm_linear.explain(*arrays, rows=700)
+    assert "1 to 64 rows: a product of few rows" in said and "rows: a product" not in operators.rms_norm_linear.explain(*arrays)
+    exact = fuse.kernel(lambda x: x * (1.0 / x.shape[0]))
+    assert exact.table([normal(5, 64)], 700) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_many_rows_on_the_card(name):
+    """Calls with new numbers of rows, in a random order, give what each gives where nothing is known."""
+    torch = pytest.importorskip("torch")
+    from tiles.testing.backends import to_numpy, to_torch
+
+    function, numbers = function_of(name, False), [1, 2, 9, 16, 17, 40, 64, 65, 100, 128, 129, 200, 300, 301, 600, 1100]
+    random.Random(0).shuffle(numbers)
+    for rows in (*numbers, *numbers[::-1]):
+        given = [*map(to_torch, sample(name, rows, bf16))]
+        found, alone = function(*given), function_of(name, False)(*given)
+        for mine, its in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, alone)), strict=True):
+            assert to_numpy(mine).tobytes() == to_numpy(its).tobytes()
+        torch.cuda.synchronize()
