@@ -46,7 +46,7 @@ def planned(
     tma = choose(problem, family, problem.by_tma and parts > 0) == "sm_90"
     config: Shape = hopper if tma else config_of(problem, made, False, most_keys, **kind)
     if tma and paged:
-        config = replace(hopper, held=replace(hopper.held, parts=parts))
+        config = replace(hopper, held=InPages(parts, "left" in made.variant.given))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
     arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
     arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
