@@ -22,6 +22,7 @@ from .importable import NEEDED, ROOT, SIMULATOR, simulated
 OF_NUMBA_CUDA = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink")  # what numba-cuda[cu13] brings
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "greenlet", *OF_NUMBA_CUDA)
 OPTIONAL = ("torch", "cupy-cuda13x", "jax")
+TESTED = (13, 0), (13, 5)  # the oldest and the newest nvJitLink, with NVVM, with which `attention inspect --check` was clean
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,21 @@ def numpy_fits():
     if source.exists() and "np.row_stack" in source.read_text():
         text = f"numba-cuda {version('numba-cuda')} calls numpy.row_stack, which NumPy {numpy} does not have"
         yield Finding("numpy", text, "pip install 'numpy<2.5'", broken=True)
+
+
+def compiler():
+    """Whether the nvJitLink that will be loaded is one with which the shipped kernels are known not to spill registers."""
+    try:
+        from cuda.bindings import nvjitlink
+
+        found = tuple(nvjitlink.version())
+    except Exception as error:  # without it nothing is compiled: kernels run in the interpreter
+        yield Finding("nvJitLink", f"none that works: {str(error).splitlines()[0]}", "pip install 'numba-cuda[cu13]'")
+        return
+    oldest, newest = (".".join(map(str, release)) for release in TESTED)
+    text = f"{'.'.join(map(str, found))}; shipped kernels were checked for spilled registers with {oldest} to {newest}"
+    advice = "python -m attention inspect --check says which kernels spill here: these are right, but may be slower"
+    yield Finding("nvJitLink", text, "" if TESTED[0] <= found <= TESTED[1] else advice)
 
 
 def simulator():
@@ -188,7 +204,7 @@ def cache():
         yield Finding("cache", text, f"remove them; or, {trusting(folder.path)}")
 
 
-PROBES = (packages, numpy_fits, simulator, shadows, imports, gpus, cache)
+PROBES = (packages, numpy_fits, simulator, shadows, imports, compiler, gpus, cache)
 
 
 def examine():

@@ -159,9 +159,9 @@ class Return(Rows):
             """(sums over rows of dn z, of both halves) of some pairs, of which dx goes to memory."""
             d_first, d_second = returned(gDX, gCos, gSin, PART, batch, row, head, col)
             first, second = pair(gX, PART, batch, row, own, col)
+            of_first, of_second = weights(gNorm, PART, col)
             first, second = first * scale, second * scale
             sums = col_sum(times(d_first, first)), col_sum(times(d_second, second))
-            of_first, of_second = weights(gNorm, PART, col)
             d_first, d_second = d_first * of_first - times(along, first), d_second * of_second - times(along, second)
             store_pair(gDX, times(d_first, scale), times(d_second, scale), batch, row, head, col)
             return sums
@@ -196,19 +196,18 @@ class Return(Rows):
                         scale = per_deviation(squares, PART, eps)
                         along = times(along, scale) / (2.0 * HALF)
                         a, c = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, 0, scale, along)
-                        one, three = one + a, three + c
                         b, d = through_norm(gX, gDX, gCos, gSin, gNorm, batch, row, own, head, PART.cols, scale, along)
-                        two, four = two + b, four + d
+                        one, two, three, four = one + a, two + b, three + c, four + d
                     else:
                         for n in range(2):
                             col = int32(PART.cols * n)
                             d_first, d_second = returned(gDX, gCos, gSin, PART, batch, row, head, col)
                             store_pair(gDX, d_first, d_second, batch, row, head, col)
                 if NORMED:
-                    head = int32(WARPS * cut + warp_index())  # anew, so that nothing of it is held over the rows
-                    gParts, part = gQParts, int32(rest * heads + head)
+                    gParts, count = gQParts, heads  # only now: over the rows they would take registers
                     if head >= heads:
-                        gParts, part = gKParts, int32(rest * kv_heads + head - heads)
+                        gParts, count = gKParts, kv_heads
+                    part = int32(rest * count + own)
                     store(gParts, one, (0, part, 0))
                     store(gParts, two, (0, part, PART.cols))
                     store(gParts, three, (0, part, HALF))

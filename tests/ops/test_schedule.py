@@ -7,7 +7,7 @@ from hypothesis import strategies as some
 from numba import cuda
 from numba.cuda import types
 
-from ops import divmod, full, line_up, persistent_tile, rasterize, store, zeros
+from ops import divmod, full, line_up, persistent_tile, rasterize, store, warp_index, zeros
 from ops.schedule import persistent_tile as face
 from tiles import Hazard, fp32, launch, rt
 from tiles.compiler import compile_kernel
@@ -63,6 +63,27 @@ def test_on_the_card(blocks, tiles):
     log, count = cuda.to_device(np.zeros((tiles, 3), np.int64)), cuda.to_device(np.zeros(blocks, np.int64))
     launch(persistent, blocks, 1)(tiles, log, count)
     check(blocks, tiles, log.copy_to_host(), count.copy_to_host())
+
+
+@cuda.jit
+def indices(out):
+    out[cuda.blockIdx.x, cuda.threadIdx.x // 32] = warp_index() + 1
+
+
+@pytest.mark.parametrize("warps", [1, 3, 8])
+@pytest.mark.parametrize("backend", [emulate, interpret])
+def test_each_warp_knows_its_index(backend, warps):
+    out = np.zeros((2, warps), np.int64)
+    backend(indices, (2, 1, 1), 32 * warps, [out])
+    assert (out == np.arange(1, warps + 1)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps", [1, 3, 32])
+def test_each_warp_knows_its_index_on_the_card(warps):
+    out = cuda.to_device(np.zeros((3, warps), np.int64))
+    launch(indices, 3, 32 * warps)(out)
+    assert (out.copy_to_host() == np.arange(1, warps + 1)).all()
 
 
 @cuda.jit

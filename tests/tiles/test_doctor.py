@@ -159,6 +159,24 @@ def test_missing_packages_say_what_to_install(monkeypatch):
     assert found["greenlet"].advice == "pip install greenlet" and not found["nvidia-nvjitlink"].broken
 
 
+@pytest.mark.parametrize("found", [(12, 0), (12, 9), (13, 0), (13, 4), (13, 5), (13, 6), (14, 0)])
+def test_a_compiler_that_was_not_tested_for_spills(found, monkeypatch):
+    nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink")
+    monkeypatch.setattr(nvjitlink, "version", lambda: found)
+    (finding,) = doctor.compiler()
+    assert finding.text.startswith(f"{found[0]}.{found[1]}; ") and "with 13.0 to 13.5" in finding.text and not finding.broken
+    assert bool(finding.advice) == (found[0] != 13 or found[1] > 5) == ("inspect --check" in finding.advice)
+
+
+def test_no_compiler(monkeypatch):
+    def missing():
+        raise RuntimeError("libnvJitLink was not found\nwhere it was looked for")
+
+    monkeypatch.setattr(pytest.importorskip("cuda.bindings.nvjitlink"), "version", missing)
+    (finding,) = doctor.compiler()
+    assert finding.text == "none that works: libnvJitLink was not found" and "numba-cuda[cu13]" in finding.advice
+
+
 def test_usage():
     done = run("-m", "tiles")
     assert done.returncode == 2 and "doctor" in done.stderr
