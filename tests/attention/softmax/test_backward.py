@@ -147,12 +147,7 @@ def test_variants(place, name, head_dim, family):
     agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, of_lse=True, **VARIANTS[name])
 
 
-<<<<<<< HEAD
 BROUGHT = [  # head_dim, options. At 128 tiles have 128 queries and 64 keys, of which some see or do not see one, at an edge
-=======
-# head_dim, what is asked. At 128 a tile has 128 queries and 64 keys, of which one is seen, or one is not, at an edge
-BROUGHT = [
->>>>>>> seeded
     (64, dict(bias=draw((2, 1, 140, 136), BF16, 3), softcap=2.0, causal=True)),
     (128, dict(bias=draw((1, 2, 135, 136), FP16, 3), alibi=np.array([0.5, 0.1], F32), window=(2, 0))),
     (128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(150, 60))),
