@@ -158,6 +158,12 @@ def _problems() -> Iterator[tuple[str, Callable]]:
     for head_dim in (64, 128):
         for name, option in {"window": {"window": (1024, 0)}, "softcap": {"softcap": 30.0}}.items():
             yield f"forward {name} D {head_dim} causal 4096", functools.partial(_forward, head_dim, 4096, causal=True, **option)
+    for head_dim, causal in itertools.product((64, 128), (False, True)):
+        what = f"by sm_80's kernels D {head_dim} {'causal' if causal else 'full'} 4096"
+        yield f"forward {what}", functools.partial(_forward, head_dim, 4096, causal=causal, family="sm_80")
+        yield f"backward {what}", functools.partial(_backward, head_dim, 4096, causal, family="sm_80")
+    for length in (64, 128):  # short sequences, which sm_80's kernels serve on Hopper, too
+        yield f"backward D 64 full {length}", functools.partial(_backward, 64, length, False)
     for sizes in ((1, 32768, 32, 8), (64, 8192, 64, 8), (32, 4096, 32, 8), (256, 300, 14, 2)):
         yield "decode B {} S {} H {}/{}".format(*sizes), functools.partial(_decode, *sizes)
     yield "decode B 64 S 8192 H 32/8 pages 16", functools.partial(_decode, 64, 8192, 32, 8, page=16)
