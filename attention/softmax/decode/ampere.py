@@ -360,7 +360,8 @@ def make(config: Config):
             k_unit, v_unit = product.units(sequence, head, given)
             (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(variant.floor), product.unit()
             for i in range(n):
-                key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+                key = int32(first + KV * i + KEYS * int32(cuda.threadIdx.x // LANES))  # in lanes' registers, as masks take it
+                later = int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
                 product.fill_keys(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
                 cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
