@@ -142,22 +142,24 @@ def make(config: Config):
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
-    def scores(j, key, end, units, pipes):
+    def scores(j, key, end, pipes):
         """The scores of tile j, pending. Rows beyond the end of the sequence are cleared first, because a weight of 0 times
         NaN is NaN."""
         tile = pipes.latent.wait(j)
         if WRITERS == 0 and key + KV > end:
             warpgroup.zero_rows(tile, int32(end - key))
-        return product.scores(pipes.q, pipes.q_rotary, tile, pipes.rotary.wait(j), units)
+        return product.scores(tile, pipes.rotary.wait(j), pipes, j)
 
     @inlined
-    def weighed(s, units, seen, key, at, inner, scale, slack):
-        """(the weights of a tile of scores, the softmax's state after it). All rows see all keys before `inner`."""
+    def weighed(j, s, seen, pipes, key, at, group, inner, scale, slack):
+        """(the weights of tile j from its scores, the softmax's state after it). All rows see all keys before `inner`. at.row:
+        the band's first row. Which tokens this warp's rows are of is found here, where few tiles ask, and not held in registers."""
         if key + KV > inner:
-            s = reach.mask(s, at, key, at.keys)
+            token = (row_index(O.col_vec) + int32(at.row + 16 * warpgroup.rank())) // group
+            s = reach.mask(s, at._replace(row=token), key, at.keys)
         seen = seen.moved(s, None, scale, slack)
         p = seen.weights(s, None, scale)
-        return product.weights(p, units), seen.add(p)
+        return product.weights(p, pipes, j), seen.add(p)
 
     @inlined
     def hand_on(j, p, seen, pipes, tops):
@@ -187,13 +189,12 @@ def make(config: Config):
         return seen
 
     @inlined
-    def evenly(n, first, inner, seen, pipes, at, scale, slack):
+    def evenly(n, first, inner, seen, pipes, at, group, scale, slack):
         """The softmax's state after n tiles from key `first` on, in the consumer that makes the scores of even tiles."""
         for j in range(0, n, 2):
             key = int32(first + KV * j)
-            units = product.units(pipes, j)
-            s = warpgroup.wait(scores(j, key, at.keys, units, pipes))
-            p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
+            s = warpgroup.wait(scores(j, key, at.keys, pipes))
+            p, seen = weighed(j, s, seen, pipes, key, at, group, inner, scale, slack)
             o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
             hand_on(j, p, seen, pipes, pipes.even)
             seen = done(j, o, seen, pipes)
@@ -203,16 +204,15 @@ def make(config: Config):
         return seen
 
     @inlined
-    def oddly(n, first, inner, seen, pipes, at, scale, slack):
+    def oddly(n, first, inner, seen, pipes, at, group, scale, slack):
         """The same in the other consumer, whose scores are computed while it takes up the values of the tile before."""
         for j in range(0, n, 2):
             key = int32(first + KV * (j + 1))
             if j + 1 < n:
-                units = product.units(pipes, int32(j + 1))
-                s = scores(j + 1, key, at.keys, units, pipes)
+                s = scores(j + 1, key, at.keys, pipes)
                 o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                p, seen = weighed(s, units, seen, key, at, inner, scale, slack)
+                p, seen = weighed(j + 1, s, seen, pipes, key, at, group, inner, scale, slack)
                 seen = done(j, o, seen, pipes)
                 o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
                 hand_on(j + 1, p, seen, pipes, pipes.odd)
@@ -249,14 +249,13 @@ def make(config: Config):
             mine = int32(row + 16 * warpgroup.rank())
             first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
             spot = Spot(work.sequence, 0, work.part, work.of, IS_WHOLE, mine, first_mine, last_mine, group)
-            token = (row_index(O.col_vec) + mine) // group
-            at = At(work.sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
+            at = At(work.sequence, 0, row, sees.shift, tokens, end, given, 0, 0)
             bring(pipes, gQ, spot, me)
             seen = softmax.begin(LOWEST)
             if me == 0:
-                seen = evenly(n, first, inner, seen, pipes, at, scale, slack)
+                seen = evenly(n, first, inner, seen, pipes, at, group, scale, slack)
             else:
-                seen = oddly(n, first, inner, seen, pipes, at, scale, slack)
+                seen = oddly(n, first, inner, seen, pipes, at, group, scale, slack)
             own = finish_sum(seen.l)
             warpgroup.store(subtile(sums, BAND, me), own)
             warpgroup.sync_several(CONSUMERS)

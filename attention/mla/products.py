@@ -31,18 +31,13 @@ class Same:
         return x
 
     @inlined
-    def scores(self, q, q_rotary, latent, rotary, units):
-        """The scores of a tile, pending."""
-        return warpgroup.mma_ABt(warpgroup.mm_ABt(q, latent), q_rotary, rotary)
+    def scores(self, latent, rotary, pipes, j):
+        """The scores of tile j, pending."""
+        return warpgroup.mma_ABt(warpgroup.mm_ABt(pipes.q, latent), pipes.q_rotary, rotary)
 
     @inlined
-    def units(self, pipes, j):
-        """The numbers that the latents of tile j are multiplied by."""
-        return 1.0
-
-    @inlined
-    def weights(self, p, units):
-        """The weights, in the dtype that the product with the values takes."""
+    def weights(self, p, pipes, j):
+        """The weights of tile j, in the dtype that the product with the values takes."""
         return self.wide(p)
 
 
@@ -67,15 +62,12 @@ class Widened(Same):
         return fp16(x)
 
     @inlined
-    def scores(self, q, q_rotary, latent, rotary, units):
-        return warpgroup.mma_ABt(warpgroup.wait(warpgroup.mm_ABt(q, latent)) * units, q_rotary, rotary)
+    def scores(self, latent, rotary, pipes, j):
+        s = warpgroup.wait(warpgroup.mm_ABt(pipes.q, latent)) * load(pipes.units.wait(j), UNITS)
+        return warpgroup.mma_ABt(s, pipes.q_rotary, rotary)
 
     @inlined
-    def units(self, pipes, j):
-        found = load(pipes.units.wait(j), UNITS)
+    def weights(self, p, pipes, j):
+        units = load(pipes.units.wait(j), UNITS)  # again: over the softmax they would take 16 registers
         pipes.units.release(j)
-        return found
-
-    @inlined
-    def weights(self, p, units):
         return fp16(p * units)
