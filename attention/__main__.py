@@ -130,6 +130,8 @@ def main(arguments=None) -> int:
     if options.command == "show":
         try:
             return drawing.main(options)
+        except BrokenPipeError:  # the reader has left before the end
+            raise
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             picture.exit(2, f"{picture.prog}: error: {error}\n")
     show()

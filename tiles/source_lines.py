@@ -19,7 +19,7 @@ def statement_at(loc: Loc) -> str:
     if head and head < before:
         shown = [lines[head - 1].rstrip(), f"{' ' * (_indent(lines[head - 1]) + 4)}<source elided>", *shown]
     text = "\n".join([*shown, " " * _indent(line) + "^"])
-    return f'\nFile "{_shown_path(loc.filename)}", line {loc.line}:\n{text}\n'
+    return f'\nFile "{_shown_path(loc.filename)}", line {loc.line}:\n{text}'
 
 
 def _head(lines, line) -> int | None:

@@ -43,7 +43,7 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.rezipped, [T.row_vec], "rezipped: takes a tile in row layout, and not of fp8"),
     (ops.copy_async, [T, A, TWO, 0, 1, 16], "copy_async: copies to a shared tile, got rt"),
     (ops.copy_async, [sv(64, bf16), A, TWO, 0, 1, 16], "copy_async: copies to a shared tile, got sv(64, bf16): load and"),
-    (ops.look_up, [T, COUNTS, N, TWO, N], "look_up: takes the type of a shared tile"),
+    (ops.look_up, [T, COUNTS, N, TWO, N, None], "look_up: takes the type of a shared tile"),
     (ops.copy_pages, [T, A, TWO, TWO, N, 16], "copy_pages: copies to a shared tile"),
     (ops.wait_group, [-1], "wait_group: newer must be 0 or more, got -1"),
     (ops.store_wait, [-1], "store_wait: newer must be 0 or more, got -1"),

@@ -223,7 +223,7 @@ def test_pages_in_pieces_that_do_not_fit():
 PIPE, N, X32 = pipeline(P, 2, 4), types.int64, types.float32
 TWO, THREE = types.UniTuple(N, 2), types.UniTuple(N, 3)
 A2, A3, TABLE, LINE = (types.Array(t, n, "C") for t, n in ((X32, 2), (X32, 3), (types.int32, 2), (types.int32, 1)))
-FOUND = OPS[pipeline.look_up].type(PIPE, TABLE, N, TWO, N)[0]
+FOUND = OPS[pipeline.look_up].type(PIPE, TABLE, N, TWO, N, None)[0]
 REFUSED = [
     (pipeline.fill, [PIPE, X32, A2, TWO, 0, 1, None, 16], "fill: the tile's number j must be an integer"),
     (pipeline.fill, [PIPE, N, A2, TWO, 0, 1, X32, 16], "fill: end must be an integer"),
@@ -232,14 +232,15 @@ REFUSED = [
     (pipeline.fill, [PIPE, N, A2, TWO, 0, 2, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
     (pipeline.fill, [PIPE, N, A2, TWO, -3, 1, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
     (pipeline.fill, [PIPE, N, A2, TWO, 0, 1, None, 2], "fill: piece must be one of"),
-    (pipeline.look_up, [PIPE, A2, N, TWO, N], "look_up: takes int32 or int64 numbers"),
-    (pipeline.look_up, [PIPE, LINE, N, TWO, N], "look_up: takes int32 or int64 numbers"),
-    (pipeline.look_up, [PIPE, N, N, TWO, N], "look_up: takes int32 or int64 numbers"),
-    (pipeline.look_up, [PIPE, TABLE, X32, TWO, N], "look_up: size, last and the two of `at` must be integers"),
-    (pipeline.look_up, [PIPE, TABLE, N, THREE, N], "look_up: size, last and the two of `at` must be integers"),
-    (pipeline.look_up, [PIPE, TABLE, N, N, N], "look_up: size, last and the two of `at` must be integers"),
-    (pipeline.look_up, [PIPE, TABLE, N, types.UniTuple(X32, 2), N], "look_up: size, last and the two of `at` must be integers"),
-    (pipeline.look_up, [PIPE, TABLE, N, TWO, X32], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, A2, N, TWO, N, None], "look_up: takes int32 or int64 numbers"),
+    (pipeline.look_up, [PIPE, LINE, N, TWO, N, None], "look_up: takes int32 or int64 numbers"),
+    (pipeline.look_up, [PIPE, N, N, TWO, N, None], "look_up: takes int32 or int64 numbers"),
+    (pipeline.look_up, [PIPE, TABLE, X32, TWO, N, None], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, THREE, N, None], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, N, N, None], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, types.UniTuple(X32, 2), N, None], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, TWO, X32, None], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, TWO, N, X32], "look_up: begin must be an integer or None"),
     (pipeline.fill_pages, [PIPE, N, A2, FOUND, TWO, N, None, 16], "fill_pages: takes a pool (page, row, ..., column)"),
     (pipeline.fill_pages, [PIPE, N, A3, FOUND, N, N, None, 16], "fill_pages: takes a pool (page, row, ..., column)"),
     (pipeline.fill_pages, [PIPE, N, A3, TWO, TWO, N, None, 16], "fill_pages: takes what look_up of a pipeline"),
@@ -255,7 +256,8 @@ TAKEN = [
     (pipeline.fill, [PIPE, N, A2, TWO, -2, -1, N, 4]),
     (pipeline.fill, [PIPE, N, A3, THREE, 2, 0, None, 16]),
     (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, N, N, 16]),
-    (pipeline.look_up, [PIPE, None, N, TWO, N]),
+    (pipeline.look_up, [PIPE, None, N, TWO, N, None]),
+    (pipeline.look_up, [PIPE, TABLE, N, TWO, N, N]),
     (pipeline.own, [PIPE, N, 0]),
     (pipeline.wait, [PIPE, N, 0]),
     (pipeline.reuse, [PIPE, Name(st(64, 64, fp32))]),
