@@ -153,7 +153,7 @@ def make(config: Config):
     @inlined
     def weighed(j, s, seen, pipes, key, at, group, inner, scale, slack):
         """(the weights of tile j from its scores, the softmax's state after it). All rows see all keys before `inner`. at.row:
-        the band's first row. Which tokens this warp's rows are of is found here, where few tiles ask, and not held in registers."""
+        the band's first row. Which tokens this warp's rows are of is found here, where few tiles ask, not held in registers."""
         if key + KV > inner:
             token = (row_index(O.col_vec) + int32(at.row + 16 * warpgroup.rank())) // group
             s = reach.mask(s, at._replace(row=token), key, at.keys)

@@ -323,9 +323,9 @@ def make(config: Config):
         if EARLY and not KNOWS:
             grid.wait(int32(number + head + band))
         rows, all_tokens = lie.find(band, tokens, group, given), tokens
-        warp, row, tokens, begin = int32(cuda.threadIdx.x // LANES), rows.row, rows.tokens, int32(rows.start * group)
+        warp, row, tokens, begin = warp_index(), rows.row, rows.tokens, int32(rows.start * group)
         end = int32(tokens * group)
-        last_row = min(row + BAND, end) - 1
+        last_row = int32(min(row + BAND, end) - 1)
         first_token, last_token = int32(row // group), int32(last_row // group)
         work = split.first(lie.number(number, splits, rows), splits, sequences, tokens, given)
         while work.left > 0 and lie.has(rows, group):
@@ -360,8 +360,7 @@ def make(config: Config):
             k_unit, v_unit = product.units(sequence, head, given)
             (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(variant.floor), product.unit()
             for i in range(n):
-                key = int32(first + KV * i + KEYS * warp_index())  # anew, as in add_up
-                later = int32(first + KV * (i + AHEAD))
+                key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
                 product.fill_keys(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
                 cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
