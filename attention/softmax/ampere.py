@@ -71,8 +71,8 @@ ROOMS = {  # bytes of shared memory that a block may have: other shapes, of whic
     MEDIUM: {},  # sm_80
     LARGE: {128: (64, 4, 32, 2, 2), 192: (96, 4, 16, 1, 2)},  # sm_90, sm_100, whose code for D 128 in one stage spills
 }
-# On any GPU for all but causal attention: of 128 keys, sm_90 spills 40 bytes, sm_120 28, and masks have a window's tiles
-BUSY = {64: (64, 4, 32, 2, 2)}
+UNMASKED = {64: (112, 4, 32, 1, 2)}  # on any GPU for full attention: as fast as with 128 keys, where sm_90 spills 40 bytes
+BUSY = {64: (64, 4, 32, 2, 2)}  # on any GPU for all but full and causal attention: a mask has a window's tiles
 LOADED = BUSY | {128: (32, 4, 32, 1, 2)}  # and where a bias is read: all spill less, or not at all
 
 
@@ -91,7 +91,9 @@ def config_for(
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     least = SMALL if piece == 2 else max(r for r in ROOMS if r <= room)  # loads take registers that cp.async does not
     shapes = SHAPES | ROOMS[least]
-    if variant is not CAUSAL:
+    if variant is FULL:
+        shapes = shapes | UNMASKED
+    elif variant is not CAUSAL:
         shapes = shapes | (LOADED if variant.loads else BUSY)
     return Config(padded, wide, dtype, variant, *shapes[max(padded, wide)], piece, **kind)
 
@@ -102,7 +104,9 @@ def of_blocks(config: Config, kv: int, room: int) -> Config:
         return config
     padded = max(config.head_dim, config.value_dim)
     of_room = ROOMS[max(r for r in ROOMS if r <= room)]
-    shape = next((of[padded] for of in (SHAPES | of_room, BUSY, LOADED) if padded in of and of[padded][0] == kv), None)
+    shape = next(
+        (of[padded] for of in (SHAPES | of_room, UNMASKED, BUSY, LOADED) if padded in of and of[padded][0] == kv), None
+    )
     if shape is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
     kv, warps, band, stages, resident = shape

@@ -238,7 +238,7 @@ REFUSED = [
     (pipeline.look_up, [PIPE, TABLE, X32, TWO, N, None], "look_up: size, last and the two of `at` must be integers"),
     (pipeline.look_up, [PIPE, TABLE, N, THREE, N, None], "look_up: size, last and the two of `at` must be integers"),
     (pipeline.look_up, [PIPE, TABLE, N, N, N, None], "look_up: size, last and the two of `at` must be integers"),
-    (pipeline.look_up, [PIPE, TABLE, N, types.UniTuple(X32, 2), N, None], "look_up: size, last and the two of `at` must be integers"),
+    (pipeline.look_up, [PIPE, TABLE, N, types.UniTuple(X32, 2), N, None], "look_up: size, last and the two of `at` must be"),
     (pipeline.look_up, [PIPE, TABLE, N, TWO, X32, None], "look_up: size, last and the two of `at` must be integers"),
     (pipeline.look_up, [PIPE, TABLE, N, TWO, N, X32], "look_up: begin must be an integer or None"),
     (pipeline.fill_pages, [PIPE, N, A2, FOUND, TWO, N, None, 16], "fill_pages: takes a pool (page, row, ..., column)"),

@@ -100,8 +100,8 @@ SHORT: Shorts = {  # ... and sequences have up to so many queries and keys: sm_9
     64: [(64, math.inf, (64, 64, 16, 32, False, 3)), (128, 128, ROOMY[64])],
     128: [(32, 32, (32, 32, 16, 32, True, 2)), (32, math.inf, (64, 32, 32, 32, True, 2)), (64, 64, PLAIN[128])],
 }
-SHORT_FULL: Shorts = SHORT | {  # ... where queries see all keys: of scores of 32 queries at once, 168 registers do not hold all
-    64: [(64, math.inf, (64, 64, 16, 16, False, 3)), (128, 128, ROOMY[64])]
+SHORT_FULL: Shorts = SHORT | {  # ... where queries see all keys: three resident blocks' 168 registers do not hold all there
+    64: [(64, math.inf, (64, 64, 16, 64, False, 2)), (128, 128, ROOMY[64])]
 }
 
 
