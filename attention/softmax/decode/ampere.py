@@ -339,7 +339,7 @@ def make(config: Config):
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
             if EARLY and KNOWS:
                 grid.wait(int32(first + n))
-            asked = ahead(warp, head, given) if SOON else None  # ahead of the keys, behind which it would arrive late
+            asked = ahead(warp_index(), head, given) if SOON else None  # ahead of the keys: behind them it would arrive late
             place = q.look_up(None, group, (0, spot.row), begin + end)  # only the rows of one token lie side by side
             here = cache.look(k, gK, sequence, first, sees.end, given)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
