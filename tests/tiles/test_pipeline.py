@@ -264,13 +264,19 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("op", "args", "message"), REFUSED, ids=str)
+def named(case):
+    """Each process of a run calls a case the same."""
+    op, args, *_ = case
+    return f"{op.__name__}({', '.join(map(str, args))})"
+
+
+@pytest.mark.parametrize(("op", "args", "message"), REFUSED, ids=map(named, REFUSED))
 def test_refused(op, args, message):
     with pytest.raises(TypeError) as error:
         OPS[op].type(*args)
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize(("op", "args"), TAKEN, ids=str)
+@pytest.mark.parametrize(("op", "args"), TAKEN, ids=map(named, TAKEN))
 def test_taken(op, args):
     assert OPS[op].type(*args)
