@@ -22,7 +22,7 @@ from .importable import NEEDED, ROOT, SIMULATOR, simulated
 OF_NUMBA_CUDA = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink")  # what numba-cuda[cu13] brings
 PACKAGES = ("numba", "llvmlite", "numpy", "ml_dtypes", "greenlet", *OF_NUMBA_CUDA)
 OPTIONAL = ("torch", "cupy-cuda13x", "jax")
-TESTED = (13, 0), (13, 5)  # the oldest and the newest nvJitLink, with NVVM, with which `attention inspect --check` was clean
+TESTED = (13, 0), (13, 5)  # the oldest and the newest nvJitLink, and NVVM, whose code was looked through for spills
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def numpy_fits():
 
 
 def compiler():
-    """Whether the nvJitLink that will be loaded is one with which the shipped kernels are known not to spill registers."""
+    """Whether the nvJitLink that will be loaded is one whose code was looked through for spilled registers."""
     try:
         from cuda.bindings import nvjitlink
 
