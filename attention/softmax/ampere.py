@@ -184,8 +184,7 @@ def make(config: Config):
                 held.copy(k, i, gK, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
                 if i < STAGES - 1:
                     held.copy(v, i, gV, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
-            queries = prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), at)
-            row = own.query + ROWS * block + BAND * warp
+            row, queries = own.query + ROWS * block + BAND * warp, prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), at)
             if JOINS:
                 o, lse = load(gO, O, (own.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (own.batch, head, row))
                 seen = softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
