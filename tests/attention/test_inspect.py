@@ -144,10 +144,10 @@ def one_tile(config):
     return kernel, None
 
 
-@pytest.mark.parametrize(("threads", "allowed", "code"), [(256, 0, 0), (1024, 0, 1), (1024, 2**20, 0)])
-def test_check_finds_a_spill(threads, allowed, code, monkeypatch, capsys):
-    """Of what 255 registers a thread hold and 64 do not, unless it says that it was timed so."""
-    config = SimpleNamespace(threads=threads, local_bytes=allowed)
+@pytest.mark.parametrize(("threads", "code"), [(256, 0), (1024, 1)])
+def test_check_finds_a_spill(threads, code, monkeypatch, capsys):
+    """Of what 255 registers a thread hold and 64 do not."""
+    config = SimpleNamespace(threads=threads)
     rows = [("one", SimpleNamespace(make=one_tile), config)]
     monkeypatch.setattr(inspect, "configurations", lambda *_: iter(rows))
     assert inspect.main("sm_80", check=True, jobs=1) == code

@@ -110,6 +110,7 @@ def _pytest(tree, arguments, environment, pipe, said, path, function, order, avo
     os.chdir(tree)
     os.environ |= environment | {"PYTHONPATH": os.pathsep.join([tree, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
     sys.path[:] = [tree, *(place for place in sys.path if Path(place or ".").resolve() != ROOT)]
+    os.environ.pop("PYTEST_ADDOPTS", None)  # of the run that asks, if a test does: what it distributes is not this
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for processes that tests start: they may outlive the fault
     import pytest
 
