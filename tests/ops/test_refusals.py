@@ -3,6 +3,7 @@ people make, and what they are told on both backends, are in test_errors.py and 
 
 from dataclasses import replace
 
+import pipeline_arguments
 import pytest
 from numba import types
 
@@ -187,6 +188,10 @@ TAKEN = [  # the edges of what they take
     (ops.line_up, [LENGTHS, None, N, 1, N, N, N, N, None]),
     (ops.line_up, [LENGTHS, LENGTHS, N, 64, N, N, N, N, N]),
 ]
+
+
+REFUSED += pipeline_arguments.REFUSED
+TAKEN += pipeline_arguments.TAKEN
 
 
 def named(row):
