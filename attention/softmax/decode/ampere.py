@@ -306,6 +306,18 @@ def make(config: Config):
             o = product.columns(o, unit)
             result.store(over_sum(o, l), spot, int32(col + PANEL * slab), given)
 
+    @inlined
+    def clear_nobodys(rows, tokens, head, row, part, warp, group, scale, given):
+        """Store 0, and lse -inf, for the tile's rows from `row` on whose tokens lie behind the last sequence."""
+        first, last = lie.nobodys(rows, tokens, group, given)
+        if first <= last:
+            row = int32(max(row, first * group))  # what is ahead of it in the tile is the last sequence's
+            spot = Spot(int32(0), head, part, int32(0), False, row, first, last, group)
+            for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
+                result.store(zeros(SLAB), spot, int32(PANEL * slab), given)
+            if warp == 0:
+                result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN, aux: AUX,
@@ -400,13 +412,6 @@ def make(config: Config):
             if work.left > 0:
                 block.sync()  # the addends are no longer read; values will come to their place
         if lie.packed:
-            first_token, last_token = lie.nobodys(rows, all_tokens, group, given)
-            if first_token <= last_token:
-                row = int32(max(begin + row, first_token * group))  # what is ahead of it in the tile is the last sequence's
-                spot = Spot(int32(0), head, work.part, int32(0), False, row, first_token, last_token, group)
-                for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
-                    result.store(zeros(SLAB), spot, int32(PANEL * slab), given)
-                if warp == 0:
-                    result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+            clear_nobodys(rows, all_tokens, head, int32(begin + row), work.part, warp, group, scale, given)
 
     return attend, smem
