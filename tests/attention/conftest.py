@@ -1,7 +1,7 @@
 """Both places where the tests of attention run, as fixtures."""
 
 import pytest
-from places import OnCard, OnInterpreter
+from places import SHARES, OnCard, OnInterpreter
 from poison import poison_new_memory
 
 from tiles import program
@@ -18,6 +18,12 @@ def new_memory_is_poison(monkeypatch):
 def place(request):
     """`put` takes an array there, `get` brings it back."""
     return request.getfixturevalue("card") if request.param == "gpu" else OnInterpreter()
+
+
+@pytest.fixture(scope="session", params=range(SHARES))
+def share(request):
+    """The number of one of the tests that `random_on_the_card` makes."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import draw, inputs, there
 from judged_gradients import NAMES, agree, agree_among_poison
-from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges, unseen
 
 import attention
@@ -344,8 +344,7 @@ def test_packed_sequences_as_compiled(as_compiled):
     agree(OnInterpreter(), *q_k_v, "sm_90", lambda: as_compiled("sm_90a"), **options)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(
     st.integers(1, 3), st.integers(1, 900), st.integers(1, 900), st.integers(1, 3), st.integers(1, 4),
     st.sampled_from([40, 128, 200]), st.booleans(), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 1),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
 from judged_gradients import NOISE, agree, gradient_of_lse
-from places import RANDOMLY, OnCard, OnInterpreter
+from places import OnCard, OnInterpreter, random_on_the_card
 from poison import unseen
 from test_backward import call
 
@@ -268,8 +268,7 @@ def test_random_combinations(drawn):
     combination(OnInterpreter(), *drawn)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(COMBINATIONS)
 def test_random_combinations_on_the_card(drawn):
     pytest.importorskip("torch")

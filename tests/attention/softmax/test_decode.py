@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import draw
 from judged_decode import FP8, agree, case, known
-from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges, poisoned
 
 import attention
@@ -293,8 +293,7 @@ def test_random_problems(lengths, tokens, kv_heads, group, splits, eighths, size
     agree(OnInterpreter(), *inputs, lengths, size=size, splits=splits, causal=causal)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(
     st.lists(st.integers(0, 3000), min_size=1, max_size=5), st.integers(1, 12), st.integers(1, 3), st.integers(1, 8),
     st.sampled_from([None, 1, 2, 9]), st.integers(1, 32), st.sampled_from([None, 1, 16, 24, 256]), st.booleans(),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import agree, draw, inputs
-from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from places import BF16, OnCard, OnInterpreter, random_on_the_card
 
 import attention
 from attention import reference
@@ -104,8 +104,7 @@ def test_random_problems(batch, seq_q, seq_kv, heads_kv, group, eighths, causal,
     agree(OnInterpreter(), q, k, v, causal=causal, layout=layout, scale=scale)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(
     st.integers(1, 3), st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 3), st.integers(1, 4), st.integers(1, 32),
     st.booleans(), st.sampled_from([BF16, FP16]), st.sampled_from(["bshd", "bhsd"]), st.floats(0.01, 2),

@@ -260,14 +260,21 @@ def test_values_turned_before_with_descales_of_blocks(turned_before, place, monk
 
 
 @pytest.mark.gpu
-def test_values_turned_before_on_the_card(card):
+@pytest.mark.parametrize(
+    ("keys", "key_heads", "head_dim", "options"),
+    [
+        (700, 3, 128, units(1, 3)),
+        (2300, 3, 128, dict(causal=True)),
+        (8200, 3, 128, {}),
+        (8200, 3, 64, dict(causal=True)),
+        (2300, 3, 256, dict(causal=True)),
+    ],
+    ids=str,
+)
+def test_values_turned_before_on_the_card(card, keys, key_heads, head_dim, options):
     """Where nobody asks for it: many queries read them."""
     assert hopper_fp8.pays_to_turn(128, 2100, 700, 12, 4, 132)
-    agree(card, *inputs(1, 2100, 700, 12, 3, 128), **units(1, 3))
-    agree(card, *inputs(1, 2100, 2300, 12, 3, 128), causal=True)
-    agree(card, *inputs(1, 2100, 8200, 12, 3, 128))
-    agree(card, *inputs(1, 2100, 8200, 12, 3, 64), causal=True)
-    agree(card, *inputs(1, 2100, 2300, 12, 3, 256), causal=True)
+    agree(card, *inputs(1, 2100, keys, 12, key_heads, head_dim), **options)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import agree, agree_among_poison, draw, inputs, there
-from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import Packing, as_on_a_device, edges
 
 import attention
@@ -412,8 +412,7 @@ def test_random_combinations(family, problem):
     combined(OnInterpreter(), family, problem)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(combinations(700))
 def test_random_combinations_on_the_card(family, problem):
     pytest.importorskip("torch")
