@@ -61,17 +61,23 @@ def assembled(
     if bias is not None:
         parts.append(bias)
         its, unit = bias.counted(unit)
-        numbers |= its
+        numbers = _and(numbers, its)
     before = _all_of(parts)
     if score is not None:
         parts.append(score)
         its, unit = score.counted(unit)
-        numbers |= its
+        numbers = _and(numbers, its)
     if sink:
         parts.append(Sunk())
         numbers["per_sink"] = 1 / unit
     end = 0 if ordered else right
     return Assembled(_all_of(parts), numbers, unit, math.inf if left is None or end is None else left + end + 1, before)
+
+
+def _and(numbers: dict[str, float | Number], its: dict[str, float]) -> dict[str, float | Number]:
+    """The numbers of two parts of a variant, whose parameters have different names: each counts in a unit of its own."""
+    assert numbers.keys().isdisjoint(its), f"two parts of a variant read {sorted(numbers.keys() & its.keys())}"
+    return numbers | its
 
 
 def _all_of(parts: Sequence[Variant]) -> Variant:

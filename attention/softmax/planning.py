@@ -100,6 +100,8 @@ def window_of(
     shift, (left, right) = keys - queries, window
     left = least(left, None if ends.left is None else ends.left + shift)
     right = least(0 if causal else right, None if ends.right is None else ends.right - shift)
+    if left is not None and right is not None and left + right < 0:
+        return None, -(queries + keys)  # nobody sees a key: the window of each query ends ahead of the first
     return left, right
 
 

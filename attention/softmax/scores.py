@@ -139,16 +139,16 @@ class SlopedBy(Sloped):
 
     @property
     def given(self) -> dict[str, Any]:
-        """See Variant. per_slope: 1 / the unit of scores."""
-        return {"per_slope": FLOAT}
+        """See Variant. per_function_slope: 1 / the unit of scores, which may be another than that of `alibi` beside it."""
+        return {"per_function_slope": FLOAT}
 
     def counted(self, unit: float) -> tuple[dict[str, float], float]:
         """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
-        return {"per_slope": 1 / unit}, unit
+        return {"per_function_slope": 1 / unit}, unit
 
     @inlined
     def keep(self, at):
-        return self.slope(at.batch, at.head, *at.aux) * at.given.per_slope
+        return self.slope(at.batch, at.head, *at.aux) * at.given.per_function_slope
 
     @inlined
     def below_near(self, s, at, key):
