@@ -94,7 +94,7 @@ def drawn(
     classes = np.zeros((1, 1, tiles, keys), np.int8)
     unseen = np.zeros((1, 1, tiles, lists.BOTH * keys), np.int8)
     arrays = [describe(classes, "classes"), describe(unseen, "unseen"), *arrays]
-    said: dict[str, Any] = {name: x for name, x in made.numbers.items() if name in made.variant.given}
+    said: dict[str, Any] = {name: x for name, x in made.numbers.items() if name in made.variant.params}
     for place, array in enumerate(arrays):
         said[f"aux{place - 2}" if place > 1 else ("classes", "unseen")[place]] = Operand(place, array.form)
     survey = lists.Survey(made.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))

@@ -33,9 +33,9 @@ class Config:
     threads = LANES
 
     @property
-    def given(self):
+    def params(self):
         """The record of what `result` needs in the kernel."""
-        return record(**self.result.given)
+        return record(**self.result.params)
 
     def __str__(self):
         return f"mla {self.result.dtype}" + " early" * self.early
@@ -49,10 +49,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    result, EARLY, GIVEN, O = config.result, config.early, config.given, rt(ROWS, COLUMNS, fp32)
+    result, EARLY, PARAMS, O = config.result, config.early, config.params, rt(ROWS, COLUMNS, fp32)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def combine(parts: array(5), sums_: array(4), given: GIVEN, bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT):
+    def combine(parts: array(5), sums_: array(4), params: PARAMS, bands: INT, splits: INT, tokens: INT, group: INT, scale: FLOAT):
         """Join the parts of one of `bands` tiles of rows, for one of the SLABS of columns. See ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, SLABS)
         sequence, band = divmod(every, bands)
@@ -67,8 +67,8 @@ def make(config: Config):
             most = maximum(m, x)
             lag, weight = exp2((m - most) * scale), exp2((x - most) * scale)
             m, l, o = most, l * lag + weight, o * lag + part * weight
-        result.store(over_sum(o, l), spot, col, given)
+        result.store(over_sum(o, l), spot, col, params)
         if slab == 0:
-            result.store_sums(m + log2(l) / scale, scale, spot, given)
+            result.store_sums(m + log2(l) / scale, scale, spot, params)
 
     return combine, None

@@ -46,8 +46,8 @@ def without_gradients(function: F) -> F:
         torch = sys.modules.get("torch")
         if torch is None or not torch.is_grad_enabled():  # as in most calls
             return function(*args, **given)
-        several = [x for parts in given.values() if isinstance(parts, (tuple, list)) for x in parts]
-        with torch.no_grad() if differentiated(*args, *given.values(), *several) and not transformed() else nullcontext():
+        several = [x for parts in params.values() if isinstance(parts, (tuple, list)) for x in parts]
+        with torch.no_grad() if differentiated(*args, *params.values(), *several) and not transformed() else nullcontext():
             return function(*args, **given)
 
     return cast(F, call)

@@ -34,7 +34,7 @@ FORWARD = Schema(
     lse  BHS   float32  made      return_lse
     """,
 )
-GIVEN = f"""
+INPUTS = f"""
     q             BSHD  tile
     k             BTGD  tile
     v             BTGV  tile
@@ -64,9 +64,9 @@ JOINED = """
     out           BSHV  float32  updated
     lse           BHS   float32  updated
 """
-VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
-IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
-FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
+VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + MADE), Schema("block_lists", INPUTS)
+IN_FLOAT32, INTO = Schema("forward_unrounded", INPUTS.rstrip() + UNROUNDED), Schema("forward_joined", INPUTS.rstrip() + JOINED)
+FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(INPUTS.rstrip() + MADE))
 
 PACKAGE = sys.modules[__package__]
 

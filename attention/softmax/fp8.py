@@ -50,7 +50,7 @@ def of_fp8(x: Any) -> bool:
 
 def refuse_with_fp8(**given: Any) -> None:
     """NotImplementedError: one of these arguments is given, and no kernel serves it."""
-    for name, what in given.items():
+    for name, what in params.items():
         if not (what is None or what is False):
             raise NotImplementedError(f"{name}: is not served with k and v of float8_e4m3fn; convert them to bfloat16")
 

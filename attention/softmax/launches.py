@@ -176,7 +176,7 @@ def planned(
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing))
-        of_scores = {name: x for name, x in given.items() if name in made.variant.given}
+        of_scores = {name: x for name, x in params.items() if name in made.variant.params}
         found = problem["lists"] or before.listed(made, listing.varies, config, blocks, where | of_scores, read)
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None

@@ -91,10 +91,10 @@ def _apart(
     config = config_of(problem, made, True, keys, kv, lie=lie, axes=(), by_list=False)
     held = Arriving if "arrived" in problem else Apart
     config = replace(config, held=held(config.key, config.value))
-    given = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
-    given |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
+    params = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
+    params |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gO": problem["out"], "gLse": problem["lse"]}
-    return Plan([launch(problem, made, config, keys, **arrays, **where, **made.numbers, **given)])
+    return Plan([launch(problem, made, config, keys, **arrays, **where, **made.numbers, **params)])
 
 
 _arriving = program(ARRIVING, no_gradient=ONCE)(_apart.planner)

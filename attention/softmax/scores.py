@@ -22,18 +22,18 @@ class Capped(Variant):
     folds = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. per_cap: the unit of scores before, divided by the cap."""
         return {"per_cap": FLOAT}
 
     @inlined
-    def score(self, s, at, key):
-        return tanh(s * at.given.per_cap)
+    def score(self, s, ctx, key):
+        return tanh(s * ctx.params.per_cap)
 
     @inlined
-    def bent(self, s, at, key):
+    def bent(self, s, ctx, key):
         """See Variant: cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
-        s = self.score(s, at, key)
+        s = self.score(s, ctx, key)
         return s, 1.0 - s * s
 
 
@@ -61,74 +61,74 @@ class Sloped(Variant):
     folds = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. slopes: (batch, head). per_slope: 1 / the unit of scores."""
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
-    def keys(self, first, last, at):
-        return Keys(0, at.keys, 0, min(at.keys, first + at.shift) if self.by_rows else at.keys)
+    def keys(self, first, last, ctx):
+        return Keys(0, ctx.keys, 0, min(ctx.keys, first + ctx.shift) if self.by_rows else ctx.keys)
 
     @inlined
-    def seers(self, first, last, at):
-        return Queries(0, at.queries, max(0, last - at.shift + 1) if self.by_rows else 0, at.queries)
+    def seers(self, first, last, ctx):
+        return Queries(0, ctx.queries, max(0, last - ctx.shift + 1) if self.by_rows else 0, ctx.queries)
 
     @inlined
-    def score(self, s, at, key):
+    def score(self, s, ctx, key):
         if self.by_rows:
-            return s + col_index(s.row_vec) * at.kept
+            return s + col_index(s.row_vec) * ctx.precomputed
         elif self.ordered:
-            return s - (self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+            return s - (self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
-            return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+            return s - abs(self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
 
     @inlined
-    def score_near(self, s, at, key):
+    def score_near(self, s, ctx, key):
         if self.by_rows:
-            return s - (self.stands(s, at, key) - col_index(s.row_vec)) * at.kept
+            return s - (self.aligned_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
-            return self.score(s, at, key)
+            return self.score(s, ctx, key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
-        return self.score_near(s, at, key)
+    def score_near_by(self, s, fetched, ctx, key):
+        return self.score_near(s, ctx, key)
 
     @inlined
-    def bent(self, s, at, key):
-        return (s if self.adds else self.score(s, at, key)), 1.0
+    def bent(self, s, ctx, key):
+        return (s if self.adds else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
-        return (col_index(s.row_vec) - float(s.cols // 2)) * (at.kept * scale)
+    def added(self, s, ctx, key, scale):
+        return (col_index(s.row_vec) - float(s.cols // 2)) * (ctx.precomputed * scale)
 
     @inlined
-    def below(self, s, at, key):
+    def below(self, s, ctx, key):
         if self.by_rows:
-            return self.place(s, at, key) * at.kept
+            return self.alibi_position(s, ctx, key) * ctx.precomputed
         else:
             return None
 
     @inlined
-    def below_near(self, s, at, key):
+    def below_near(self, s, ctx, key):
         if self.by_rows:
             return zeros(s.col_vec)
         else:
             return None
 
     @inlined
-    def keep(self, at):
+    def precompute(self, ctx):
         """See Variant: the head's slope, in units of scores."""
-        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+        return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
 
     @inlined
-    def stands(self, s, at, key):
+    def aligned_position(self, s, ctx, key):
         """Where the rows' queries stand, counted from `key`."""
-        return row_index(s.col_vec) + int32(at.row + at.shift - key)
+        return row_index(s.col_vec) + int32(ctx.row + ctx.shift - key)
 
     @inlined
-    def place(self, s, at, key):
+    def alibi_position(self, s, ctx, key):
         """Where they stand in the formula."""
-        return self.stands(s, at, key)
+        return self.aligned_position(s, ctx, key)
 
 
 @static
@@ -138,7 +138,7 @@ class SlopedBy(Sloped):
     slope: Callable
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. per_function_slope: 1 / the unit of scores, which may be another than that of `alibi` beside it."""
         return {"per_function_slope": FLOAT}
 
@@ -147,20 +147,20 @@ class SlopedBy(Sloped):
         return {"per_function_slope": 1 / unit}, unit
 
     @inlined
-    def keep(self, at):
-        return self.slope(at.batch, at.head, *at.aux) * at.given.per_function_slope
+    def precompute(self, ctx):
+        return self.slope(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
 
     @inlined
-    def below_near(self, s, at, key):
+    def below_near(self, s, ctx, key):
         if self.by_rows:
-            return zeros(s.col_vec) - float32(at.shift) * at.kept
+            return zeros(s.col_vec) - float32(ctx.shift) * ctx.precomputed
         else:
             return None
 
     @inlined
-    def place(self, s, at, key):
+    def alibi_position(self, s, ctx, key):
         """See Sloped: a function's queries are counted from 0."""
-        return row_index(s.col_vec) + int32(at.row - key)
+        return row_index(s.col_vec) + int32(ctx.row - key)
 
 
 @static
@@ -186,7 +186,7 @@ class Biased(Variant):
         return self.last
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores, or that unit if they are brought to
         units of 1."""
         return {"bias": array(4), "per_bias": FLOAT}
@@ -196,33 +196,33 @@ class Biased(Variant):
         return ({"per_bias": unit}, 1.0) if self.whole else ({"per_bias": 1 / unit}, unit)
 
     @inlined
-    def per_unit(self, at):
+    def per_unit(self, ctx):
         """What a bias is multiplied by."""
         if self.whole:
             return 1.0
         else:
-            return at.given.per_bias
+            return ctx.params.per_bias
 
     @inlined
-    def units(self, s, at):
+    def units(self, s, ctx):
         """The scores in the units of what is added."""
         if self.whole:
-            return s * at.given.per_bias
+            return s * ctx.params.per_bias
         else:
             return s
 
     @inlined
-    def score(self, s, at, key):
-        return self.units(s, at) + self.added(s, at, key, 1.0)
+    def score(self, s, ctx, key):
+        return self.units(s, ctx) + self.added(s, ctx, key, 1.0)
 
     @inlined
-    def bent(self, s, at, key):
-        return (s if self.adds else self.score(s, at, key)), 1.0
+    def bent(self, s, ctx, key):
+        return (s if self.adds else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
-        at_bias, unit = (at.batch, at.head, at.row, int32(key)), self.per_unit(at) * scale
-        return load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
+    def added(self, s, ctx, key, scale):
+        at_bias, unit = (ctx.batch, ctx.head, ctx.row, int32(key)), self.per_unit(ctx) * scale
+        return load(ctx.params.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
 
 
 @static
@@ -235,22 +235,22 @@ class BiasedByKey(Biased):
     adjacent: bool = False
 
     @inlined
-    def fetch(self, spec, at, key):
-        at_bias = at.batch, at.head, int32(0), int32(key)
-        return load(at.given.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(at)
+    def fetch(self, spec, ctx, key):
+        at_bias = ctx.batch, ctx.head, int32(0), int32(key)
+        return load(ctx.params.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(ctx)
 
     @inlined
-    def score_by(self, s, fetched, at, key):
-        return self.units(s, at) + fetched
+    def score_by(self, s, fetched, ctx, key):
+        return self.units(s, ctx) + fetched
 
     @inlined
-    def added(self, s, at, key, scale):
-        return self.fetch(rt(s.rows, s.cols, fp32, s.layout), at, key) * scale
+    def added(self, s, ctx, key, scale):
+        return self.fetch(rt(s.rows, s.cols, fp32, s.layout), ctx, key) * scale
 
 
 @static
 class BiasedByTile(Biased):
-    """The same in tiles that TMA loads (bias_tiles.py): given.bias is the consumer's part, in registers."""
+    """The same in tiles that TMA loads (bias_tiles.py): params.bias is the consumer's part, in registers."""
 
     loads, lean = False, True
 
@@ -262,12 +262,12 @@ class BiasedByTile(Biased):
         return self.of
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"per_bias": FLOAT}
 
     @inlined
-    def added(self, s, at, key, scale):
-        return fp32(at.given.bias) * (self.per_unit(at) * scale)
+    def added(self, s, ctx, key, scale):
+        return fp32(ctx.params.bias) * (self.per_unit(ctx) * scale)
 
 
 @static
@@ -281,7 +281,7 @@ class Scored(Variant):
     function: Callable
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. score_unit: that of scores before."""
         return {"score_unit": FLOAT}
 
@@ -290,9 +290,9 @@ class Scored(Variant):
         return {"score_unit": unit}, 1.0
 
     @inlined
-    def score(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+    def score(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        return self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
 @static
@@ -322,18 +322,18 @@ class ScoredBack(Scored):
         return not self.even
 
     @inlined
-    def score(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        s = self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
-        return where(i < at.queries, s, -math.inf)
+    def score(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        s = self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
+        return where(i < ctx.queries, s, -math.inf)
 
     @inlined
-    def bent(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+    def bent(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
-        s, slope = self.both(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+        s, slope = self.both(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
         slope = maximum(minimum(full(tile, -0.0) + slope, STEEPEST), -STEEPEST)
-        return where(i < at.queries, s, -math.inf), slope
+        return where(i < ctx.queries, s, -math.inf), slope
 
 
 class Sunk(Variant):
@@ -342,15 +342,15 @@ class Sunk(Variant):
     measures = True
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. sinks: (head). per_sink: 1 / the unit of scores."""
         return {"sinks": array(1), "per_sink": FLOAT}
 
     @inlined
-    def lowest(self, at, floor):
+    def lowest(self, ctx, floor):
         """See Variant: the maximum is not below the sink, whose weight is therefore never above 1."""
-        return maximum(floor, at.given.sinks[at.head] * at.given.per_sink)
+        return maximum(floor, ctx.params.sinks[ctx.head] * ctx.params.per_sink)
 
     @inlined
-    def total(self, l, m, scale, at):
-        return l + exp2((at.given.sinks[at.head] * at.given.per_sink - m) * scale)
+    def total(self, l, m, scale, ctx):
+        return l + exp2((ctx.params.sinks[ctx.head] * ctx.params.per_sink - m) * scale)

@@ -19,11 +19,11 @@ from tiles.arguments import Record, array, listed
 from .online import LOWEST, LOWEST_FLOAT
 
 
-class At(NamedTuple):
+class ScoreContext(NamedTuple):
     """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the
     first one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the
     kernel's arguments that the variant reads, and those that functions in Python do. kept: what the variant reads of memory
-    once a tile, `keep(at)`."""
+    once a tile, `precompute(ctx)`."""
 
     batch: Any
     head: Any
@@ -31,9 +31,9 @@ class At(NamedTuple):
     shift: Any
     queries: Any
     keys: Any
-    given: Any
+    params: Any
     aux: Any
-    kept: Any
+    precomputed: Any
 
 
 class Keys(NamedTuple):
@@ -92,7 +92,7 @@ class Variant:
         return type(self).__name__.lower()
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
 
@@ -102,104 +102,104 @@ class Variant:
         return LOWEST_FLOAT if self.deep else LOWEST
 
     @inlined
-    def of_queries(self, x, at):
+    def of_queries(self, x, ctx):
         """What `queries` must know of whole rows of a tile of queries."""
         return None
 
     @inlined
-    def queries(self, x, of_queries, at, col):
+    def queries(self, x, of_queries, ctx, col):
         """Some columns of a tile of queries, from column `col` on, as the variant changes them."""
         return x
 
     @inlined
-    def ahead(self, spec, col, given):
+    def ahead(self, spec, col, params):
         """What `queries_by` reads from memory for some columns, a vector of type `spec`. It is loaded before the queries
         arrive."""
         return 0
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, at, col):
+    def queries_by(self, x, of_queries, ahead, ctx, col):
         """queries(x, of_queries, at, col), with what was loaded ahead."""
-        return self.queries(x, of_queries, at, col)
+        return self.queries(x, of_queries, ctx, col)
 
     @inlined
-    def keys(self, first, last, at):
+    def keys(self, first, last, ctx):
         """The Keys of rows `first` to `last`."""
-        return Keys(0, at.keys, 0, at.keys)
+        return Keys(0, ctx.keys, 0, ctx.keys)
 
     @inlined
-    def seers(self, first, last, at):
+    def seers(self, first, last, ctx):
         """The Queries of keys `first` to `last`: what `keys` says, asked from the other side."""
-        return Queries(0, at.queries, 0, at.queries)
+        return Queries(0, ctx.queries, 0, ctx.queries)
 
     @inlined
-    def keep(self, at):
-        """What is read from memory once for a tile, and not once for each block of keys; it becomes at.kept."""
+    def precompute(self, ctx):
+        """What is read from memory once for a tile, and not once for each block of keys; it becomes ctx.precomputed."""
         return 0
 
     @inlined
-    def score(self, s, at, key):
+    def score(self, s, ctx, key):
         """A tile of scores, whose first key is `key`, as the variant changes them."""
         return s
 
     @inlined
-    def fetch(self, spec, at, key):
+    def fetch(self, spec, ctx, key):
         """What `score_by` reads from memory for a tile of scores of type `spec`. It is loaded while products run."""
         return 0
 
     @inlined
-    def score_by(self, s, fetched, at, key):
+    def score_by(self, s, fetched, ctx, key):
         """score(s, at, key), with what was fetched."""
-        return self.score(s, at, key)
+        return self.score(s, ctx, key)
 
     @inlined
-    def score_near(self, s, at, key):
+    def score_near(self, s, ctx, key):
         """score(s, at, key) in a block that the mask cuts, where a row's nearest keys may be; what is below is `below_near`."""
-        return self.score(s, at, key)
+        return self.score(s, ctx, key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
+    def score_near_by(self, s, fetched, ctx, key):
         """score_near(s, at, key), with what was fetched."""
-        return self.score_by(s, fetched, at, key)
+        return self.score_by(s, fetched, ctx, key)
 
     @inlined
-    def bent(self, s, at, key):
+    def bent(self, s, ctx, key):
         """(score(s, at, key) without what is `added` later, its derivative by s, both in the units of s)."""
-        return self.score(s, at, key), 1.0
+        return self.score(s, ctx, key), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
+    def added(self, s, ctx, key, scale):
         """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile. With
         it goes what is `below` for the key in the middle of the tile."""
         return 0.0
 
     @inlined
-    def below(self, s, at, key):
+    def below(self, s, ctx, key):
         """What must also be subtracted from all scores s of a row, as a vector; None if there is nothing."""
         return None
 
     @inlined
-    def below_near(self, s, at, key):
+    def below_near(self, s, ctx, key):
         """The same in a block that the mask cuts."""
         return None
 
     @inlined
-    def mask(self, s, at, key, hidden):
+    def mask(self, s, ctx, key, hidden):
         """The scores, with `hidden` in place of those that are not seen."""
         return s
 
     @inlined
-    def drop(self, p, at, key):
+    def drop(self, p, ctx, key):
         """A tile of weights, whose first key is `key`, without those that are dropped. The sum has counted all of them."""
         return p
 
     @inlined
-    def output(self, o, at):
+    def output(self, o, ctx):
         """The output, given the weighted mean of the values."""
         return o
 
     @inlined
-    def marked(self, p, at, key):
+    def marked(self, p, ctx, key):
         """For gradients: a tile of weights, whose first key is `key`, in which those that are dropped have a negative sign."""
         return p
 
@@ -209,17 +209,17 @@ class Variant:
         return p
 
     @inlined
-    def slope(self, p, dp, delta, at):
+    def slope(self, p, dp, delta, ctx):
         """The gradient of scores by that of weights, dp; p: marked weights, delta: the sum of each row's dp p."""
         return p * (dp - delta)
 
     @inlined
-    def lowest(self, at, floor):
+    def lowest(self, ctx, floor):
         """Where the maximum of scores starts: not below `floor`, where it starts if nothing else is said."""
         return floor
 
     @inlined
-    def total(self, l, m, scale, at):
+    def total(self, l, m, scale, ctx):
         """The sum of weights exp2(scale (s - m)), and what joins it."""
         return l
 
@@ -233,12 +233,12 @@ class Unforeseen(Variant):
     rising = True  # it is true of most masks
 
     @inlined
-    def keys(self, first, last, at):
-        return Keys(0, at.keys, at.keys, 0)
+    def keys(self, first, last, ctx):
+        return Keys(0, ctx.keys, ctx.keys, 0)
 
     @inlined
-    def seers(self, first, last, at):
-        return Queries(0, at.queries, at.queries, 0)
+    def seers(self, first, last, ctx):
+        return Queries(0, ctx.queries, ctx.queries, 0)
 
 
 @static
@@ -252,8 +252,8 @@ class Both(Variant):
         return f"{self.one} {self.other}"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return self.one.given | self.other.given
+    def params(self) -> dict[str, Any]:
+        return self.one.params | self.other.params
 
     @property
     def brings(self) -> dtype | None:  # type: ignore[override]
@@ -261,37 +261,37 @@ class Both(Variant):
         return self.one.brings or self.other.brings
 
     @inlined
-    def of_queries(self, x, at):
+    def of_queries(self, x, ctx):
         """See Variant. Only one of them prepares queries."""
         if self.one.prepares:
-            return self.one.of_queries(x, at)
+            return self.one.of_queries(x, ctx)
         else:
-            return self.other.of_queries(x, at)
+            return self.other.of_queries(x, ctx)
 
     @inlined
-    def queries(self, x, of_queries, at, col):
+    def queries(self, x, of_queries, ctx, col):
         if self.one.prepares:
-            return self.one.queries(x, of_queries, at, col)
+            return self.one.queries(x, of_queries, ctx, col)
         else:
-            return self.other.queries(x, of_queries, at, col)
+            return self.other.queries(x, of_queries, ctx, col)
 
     @inlined
-    def ahead(self, spec, col, given):
+    def ahead(self, spec, col, params):
         if self.one.prepares:
-            return self.one.ahead(spec, col, given)
+            return self.one.ahead(spec, col, params)
         else:
-            return self.other.ahead(spec, col, given)
+            return self.other.ahead(spec, col, params)
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, at, col):
+    def queries_by(self, x, of_queries, ahead, ctx, col):
         if self.one.prepares:
-            return self.one.queries_by(x, of_queries, ahead, at, col)
+            return self.one.queries_by(x, of_queries, ahead, ctx, col)
         else:
-            return self.other.queries_by(x, of_queries, ahead, at, col)
+            return self.other.queries_by(x, of_queries, ahead, ctx, col)
 
     @inlined
-    def keys(self, first, last, at):
-        one, other = self.one.keys(first, last, at), self.other.keys(first, last, at)
+    def keys(self, first, last, ctx):
+        one, other = self.one.keys(first, last, ctx), self.other.keys(first, last, ctx)
         return Keys(
             max(one.first, other.first),
             min(one.end, other.end),
@@ -300,8 +300,8 @@ class Both(Variant):
         )
 
     @inlined
-    def seers(self, first, last, at):
-        one, other = self.one.seers(first, last, at), self.other.seers(first, last, at)
+    def seers(self, first, last, ctx):
+        one, other = self.one.seers(first, last, ctx), self.other.seers(first, last, ctx)
         return Queries(
             max(one.first, other.first),
             min(one.end, other.end),
@@ -310,37 +310,37 @@ class Both(Variant):
         )
 
     @inlined
-    def keep(self, at):
-        return self.one.keep(at), self.other.keep(at)
+    def precompute(self, ctx):
+        return self.one.precompute(ctx), self.other.precompute(ctx)
 
     @inlined
-    def score(self, s, at, key):
-        s = self.one.score(s, at._replace(kept=at.kept[0]), key)
-        return self.other.score(s, at._replace(kept=at.kept[1]), key)
+    def score(self, s, ctx, key):
+        s = self.one.score(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def fetch(self, spec, at, key):
-        return self.one.fetch(spec, at, key), self.other.fetch(spec, at, key)
+    def fetch(self, spec, ctx, key):
+        return self.one.fetch(spec, ctx, key), self.other.fetch(spec, ctx, key)
 
     @inlined
-    def score_by(self, s, fetched, at, key):
-        s = self.one.score_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
-        return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+    def score_by(self, s, fetched, ctx, key):
+        s = self.one.score_by(s, fetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_by(s, fetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def score_near(self, s, at, key):
-        s = self.one.score_near(s, at._replace(kept=at.kept[0]), key)
-        return self.other.score_near(s, at._replace(kept=at.kept[1]), key)
+    def score_near(self, s, ctx, key):
+        s = self.one.score_near(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_near(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
-        s = self.one.score_near_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
-        return self.other.score_near_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+    def score_near_by(self, s, fetched, ctx, key):
+        s = self.one.score_near_by(s, fetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_near_by(s, fetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def bent(self, s, at, key):
-        s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
-        s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
+    def bent(self, s, ctx, key):
+        s, first = self.one.bent(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        s, then = self.other.bent(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
         if self.one.bends and self.other.bends:
             return s, first * then
         elif self.one.bends:
@@ -349,67 +349,67 @@ class Both(Variant):
             return s, then
 
     @inlined
-    def added(self, s, at, key, scale):
+    def added(self, s, ctx, key, scale):
         if self.one.adds and self.other.adds:
-            one = self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
-            return one + self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
+            one = self.one.added(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
+            return one + self.other.added(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
         elif self.one.adds:
-            return self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
+            return self.one.added(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
         else:
-            return self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
+            return self.other.added(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
 
     @inlined
-    def below(self, s, at, key):
+    def below(self, s, ctx, key):
         """See Variant. Only one of them has any."""
         if self.one.by_rows:
-            return self.one.below(s, at._replace(kept=at.kept[0]), key)
+            return self.one.below(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
         else:
-            return self.other.below(s, at._replace(kept=at.kept[1]), key)
+            return self.other.below(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def below_near(self, s, at, key):
+    def below_near(self, s, ctx, key):
         if self.one.by_rows:
-            return self.one.below_near(s, at._replace(kept=at.kept[0]), key)
+            return self.one.below_near(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
         else:
-            return self.other.below_near(s, at._replace(kept=at.kept[1]), key)
+            return self.other.below_near(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        return self.other.mask(self.one.mask(s, at, key, hidden), at, key, hidden)
+    def mask(self, s, ctx, key, hidden):
+        return self.other.mask(self.one.mask(s, ctx, key, hidden), ctx, key, hidden)
 
     @inlined
-    def drop(self, p, at, key):
-        p = self.one.drop(p, at._replace(kept=at.kept[0]), key)
-        return self.other.drop(p, at._replace(kept=at.kept[1]), key)
+    def drop(self, p, ctx, key):
+        p = self.one.drop(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.drop(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def output(self, o, at):
-        return self.other.output(self.one.output(o, at), at)
+    def output(self, o, ctx):
+        return self.other.output(self.one.output(o, ctx), ctx)
 
     @inlined
-    def marked(self, p, at, key):
-        p = self.one.marked(p, at._replace(kept=at.kept[0]), key)
-        return self.other.marked(p, at._replace(kept=at.kept[1]), key)
+    def marked(self, p, ctx, key):
+        p = self.one.marked(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.marked(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
     def left(self, p):
         return self.other.left(self.one.left(p))
 
     @inlined
-    def slope(self, p, dp, delta, at):
+    def slope(self, p, dp, delta, ctx):
         """See Variant. Only one of them marks weights."""
         if self.one.draws:
-            return self.one.slope(p, dp, delta, at)
+            return self.one.slope(p, dp, delta, ctx)
         else:
-            return self.other.slope(p, dp, delta, at)
+            return self.other.slope(p, dp, delta, ctx)
 
     @inlined
-    def lowest(self, at, floor):
-        return maximum(self.one.lowest(at, floor), self.other.lowest(at, floor))
+    def lowest(self, ctx, floor):
+        return maximum(self.one.lowest(ctx, floor), self.other.lowest(ctx, floor))
 
     @inlined
-    def total(self, l, m, scale, at):
-        return self.other.total(self.one.total(l, m, scale, at), m, scale, at)
+    def total(self, l, m, scale, ctx):
+        return self.other.total(self.one.total(l, m, scale, ctx), m, scale, ctx)
 
 
 def _of_both(name: str, fold: Callable[[Any], bool]) -> property:

@@ -36,7 +36,7 @@ OF_INPUTS = """\
     dk   BTGD  tile  made
     dv   BTGV  tile  made
 """
-GIVEN = f"""{OF_FORWARD}\
+INPUTS = f"""{OF_FORWARD}\
     alibi  H|UH  float32  optional
     sink   H     float32  optional
     bias   WXYT  real     optional
@@ -76,7 +76,7 @@ ADDED = """\
     daux7  =aux7  float32  updated?
 """
 BACKWARD = Schema("backward", OF_FORWARD + OF_INPUTS)
-VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into", GIVEN + ADDED)
+VARIANTS, INTO = Schema("backward_variant", INPUTS + MADE), Schema("backward_into", INPUTS + ADDED)
 
 
 @by_other_names
@@ -188,7 +188,7 @@ def backward(
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
     of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
-    given = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
+    params = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
     options = (
         flag("causal", causal),
         *ends_of(window),
@@ -204,10 +204,10 @@ def backward(
         family,
     )
     if accumulate:
-        _into(stream, (*given, *places), options, layout)
+        _into(stream, (*params, *places), options, layout)
         found = *into, dv, *[x for x in places if x is not None]
     else:
-        found = _variant(stream, (*given, *places), options, layout)
+        found = _variant(stream, (*params, *places), options, layout)
     if q_norm is k_norm is None:
         return found
     dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)

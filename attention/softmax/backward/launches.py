@@ -74,7 +74,7 @@ def planned(
     if isinstance(config.order, Turns):
         turns["turns"] = early.memory((batch * heads, config.order.lines * tiles), "int32")
     told = where | turns
-    given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
+    given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.params}
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or early.classes(listing.blocked)
@@ -171,7 +171,7 @@ def planned_wide(
                 **where,
                 **own,
                 **made.numbers,
-                **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
+                **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.params},
             )
         )
     if sunk:

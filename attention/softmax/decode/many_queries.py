@@ -33,7 +33,7 @@ def planned(
     packed, paged = "cu_seqlens" in problem, "pages" in problem
     kind: dict[str, Any] = {"lie": PackedCached if packed else Cached, "axes": tuple(len(x.form.shape) for x in aux)}
     cached = packed or "batch_index" in problem
-    kind["held"] = InPages(1, "left" in made.variant.given) if paged else InCaches() if cached else Along()
+    kind["held"] = InPages(1, "left" in made.variant.params) if paged else InCaches() if cached else Along()
     hopper, parts = config_of(problem, made, True, most_keys, **kind), 1
     if paged:
         part = math.gcd(hopper.kv, int(problem("T")[0]))
@@ -46,11 +46,11 @@ def planned(
     tma = choose(problem, family, problem.by_tma and parts > 0) == "sm_90"
     config: Shape = hopper if tma else config_of(problem, made, False, most_keys, **kind)
     if tma and paged:
-        config = replace(hopper, held=InPages(parts, "left" in made.variant.given))
+        config = replace(hopper, held=InPages(parts, "left" in made.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}
     arrays |= {"ends": problem["cu_seqlens"]} if packed else {"q_len": problem("S")[0]}
     arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.held, InCaches) else {}
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
-    read = {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}  # q may be normalised already
+    read = {name: x for name, x in variant_arrays(problem).items() if name in made.variant.params}  # q may be normalised already
     return launch(problem, made, config, most_keys, **arrays, **told, **made.numbers, **read)

@@ -40,7 +40,7 @@ class Whole:
         return type(self).__name__.lower()
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The kernel's arguments that it writes. out: (sequence, token, key head, which of its query heads, column). lse:
         (sequence, key head, which of its query heads, token)."""
         return {"out": array(5, self.dtype), "lse": array(4)}
@@ -51,26 +51,26 @@ class Whole:
         return True
 
     @inlined
-    def store(self, o, spot, col, given):
+    def store(self, o, spot, col, params):
         """Write some columns of O, from `col` on. The rows of a token lie side by side; other rows are left out as out of
         range."""
         for token in range(spot.first, spot.last + 1):
             at = spot.sequence, token, spot.head, int32(spot.row - token * spot.group), col
-            store(given.out, o, at, 3, 4, self.piece)
+            store(params.out, o, at, 3, 4, self.piece)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
+    def store_sums(self, sums, scale, spot, params):
         """Write the logarithms of the sums of weights; exp2(scale x) is the sum that x stands for."""
         for token in range(spot.first, spot.last + 1):
             at = spot.sequence, spot.head, int32(spot.row - token * spot.group), token
-            store(given.lse, sums * (scale * LN2), at, cols=2)
+            store(params.lse, sums * (scale * LN2), at, cols=2)
 
 
 class Part(Whole):
     """Results go to scratch memory, for each part of the keys."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Whole. parts: (part, of, key head, row, column). sums: the same without columns."""
         return {"parts": array(5), "sums": array(4)}
 
@@ -79,26 +79,26 @@ class Part(Whole):
         return False
 
     @inlined
-    def store(self, o, spot, col, given):
-        store(given.parts, o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
+    def store(self, o, spot, col, params):
+        store(params.parts, o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
-        store(given.sums, sums, (spot.part, spot.of, spot.head, spot.row))
+    def store_sums(self, sums, scale, spot, params):
+        store(params.sums, sums, (spot.part, spot.of, spot.head, spot.row))
 
 
 class PartOfPacked(Part):
     """The same if the rows of another sequence follow: a tile ends with the rows of its last token."""
 
     @inlined
-    def store(self, o, spot, col, given):
+    def store(self, o, spot, col, params):
         end = int32((spot.last + 1) * spot.group)
-        store(truncate(given.parts, 3, end), o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
+        store(truncate(params.parts, 3, end), o, (spot.part, spot.of, spot.head, spot.row, col), 3, 4, True)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
+    def store_sums(self, sums, scale, spot, params):
         end = int32((spot.last + 1) * spot.group)
-        store(truncate(given.sums, 3, end), sums, (spot.part, spot.of, spot.head, spot.row))
+        store(truncate(params.sums, 3, end), sums, (spot.part, spot.of, spot.head, spot.row))
 
 
 @static
@@ -112,9 +112,9 @@ class Either:
         return "either"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Whole."""
-        return self.whole.given | self.part.given
+        return self.whole.params | self.part.params
 
     @inlined
     def joins(self, spot):
@@ -122,17 +122,17 @@ class Either:
         return spot.whole
 
     @inlined
-    def store(self, o, spot, col, given):
+    def store(self, o, spot, col, params):
         """See Whole."""
         if spot.whole:
-            self.whole.store(o, spot, col, given)
+            self.whole.store(o, spot, col, params)
         else:
-            self.part.store(o, spot, col, given)
+            self.part.store(o, spot, col, params)
 
     @inlined
-    def store_sums(self, sums, scale, spot, given):
+    def store_sums(self, sums, scale, spot, params):
         """See Whole."""
         if spot.whole:
-            self.whole.store_sums(sums, scale, spot, given)
+            self.whole.store_sums(sums, scale, spot, params)
         else:
-            self.part.store_sums(sums, scale, spot, given)
+            self.part.store_sums(sums, scale, spot, params)

@@ -9,7 +9,7 @@ import pytest
 from attention.softmax import hopper
 from attention.softmax.sequences import Packed
 from attention.softmax.tiling import Tiling, band_of, even
-from attention.softmax.variants import At, Both
+from attention.softmax.variants import ScoreContext, Both
 from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
 from tiles import bf16
 
@@ -17,7 +17,7 @@ L2 = 50 * 2**20
 
 
 def at(queries, keys, **given):
-    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
+    return ScoreContext(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
 
 
 def walked(sees, pairs, blocks, band):
