@@ -94,7 +94,7 @@ def config_for(
     if variant is FULL:
         shapes = shapes | UNMASKED
     elif variant is not CAUSAL:
-        shapes = shapes | (LOADED if variant.loads else BUSY)
+        shapes = shapes | (LOADED if variant.reads_score_matrix else BUSY)
     return Config(padded, wide, dtype, variant, *shapes[max(padded, wide)], piece, **kind)
 
 
@@ -132,7 +132,7 @@ def make(config: Config):
     variant, tiling, sequences, held = config.variant, config.tiling, config.sequences, config.held
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
-    PREPARES, DEEP = variant.prepares, variant.deep
+    PREPARES, DEEP = variant.prepares_queries, variant.allows_low_scores
     STAGES, UNROUNDED, JOINS, GROUPS = config.stages, config.unrounded, config.joins, config.warps // WARPGROUP
     OUTPUT = array(4, fp32 if UNROUNDED else INPUT)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
@@ -148,10 +148,10 @@ def make(config: Config):
     def prepared(queries, ctx):
         """A warp's rows of Q, as the variant changes them."""
         if PREPARES:
-            of_queries = variant.of_queries(load(queries, Q), ctx)
+            of_queries = variant.query_stats(load(queries, Q), ctx)
             for i in range(PANELS):  # one after the other, for registers' sake
                 panel = subtile(queries, BAND, 0, PANEL.cols, i)
-                store(panel, INPUT(variant.queries(load(panel, PANEL), of_queries, ctx, PANEL.cols * i)))
+                store(panel, INPUT(variant.prepare_queries(load(panel, PANEL), of_queries, ctx, PANEL.cols * i)))
             cuda.syncwarp()
         return queries
 
@@ -187,9 +187,9 @@ def make(config: Config):
             row, queries = own.query + ROWS * block + BAND * warp, prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), ctx)
             if JOINS:
                 o, lse = load(gO, O, (own.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (own.batch, head, row))
-                seen = softmax.resume(o / variant.output(1.0, ctx), lse, variant.lowest(ctx, variant.floor), scale)
+                seen = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
             else:
-                seen = softmax.begin(variant.lowest(ctx, variant.floor))
+                seen = softmax.begin(variant.initial_max(ctx, variant.max_floor))
             for i in range(n):
                 key, later = tiling.key(every, i, ctx), i + STAGES
                 keys = k.wait(i, NEWER)
@@ -198,12 +198,12 @@ def make(config: Config):
                 values = v.wait(i, NEWER)
                 held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, ctx), kv_head, n, params, PIECE)
                 if i < every.cut:
-                    s = tiling.mask(variant.score_near(s, ctx, key), ctx, key)
+                    s = tiling.mask(variant.score_in_edge_block(s, ctx, key), ctx, key)
                     every.clear(values, i, GROUPS)
-                    below = variant.below_near(s, ctx, key)
+                    below = variant.row_offset_in_edge_block(s, ctx, key)
                 else:
                     s = variant.score(s, ctx, key)
-                    below = variant.below(s, ctx, key)
+                    below = variant.row_offset(s, ctx, key)
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
                 p = seen.weights(s, below, scale, DEEP)

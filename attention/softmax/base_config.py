@@ -56,7 +56,7 @@ class BaseConfig:
     @property
     def brought(self) -> NoTiles:
         """What TMA loads next to a tile of keys (bias_tiles.py)."""
-        brings = self.variant.brings
+        brings = self.variant.tma_bias
         return NoTiles() if brings is None else BiasTiles(self.rows, self.kv, brings)
 
     @property

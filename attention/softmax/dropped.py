@@ -18,7 +18,7 @@ class Dropped(Variant):
     """A weight becomes 0 with probability params.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The sum of
     the weights counts all of them."""
 
-    draws = True
+    uses_random = True
 
     @property
     def params(self) -> dict[str, Any]:
@@ -42,15 +42,15 @@ class Dropped(Variant):
         return bernoulli(shape, ctx.params.dropped, low, high, ctx.batch, ctx.head, ctx.row, key)
 
     @inlined
-    def marked(self, p, ctx, key):
+    def mark_dropped(self, p, ctx, key):
         return where(self.drawn(p, ctx, key), -p, p)
 
     @inlined
-    def left(self, p):
+    def remove_dropped(self, p):
         return maximum(p, 0.0)
 
     @inlined
-    def slope(self, p, dp, delta, ctx):
+    def score_grad(self, p, dp, delta, ctx):
         """See Variant. For a weight that is dropped dp is 0."""
         return abs(p) * (where(p > 0.0, dp * ctx.params.per_kept, 0.0) - delta)
 

@@ -82,7 +82,7 @@ class Config(BaseConfig):
         multiprocessors."""
         tiles, row = pairs * -(-queries // self.rows), TAKES[max(self.head_dim, self.value_dim)][self.consumers]
         rounds, tile = -(-tiles // processors), row * self.rows
-        if self.variant.rising:
+        if self.variant.monotonic:
             last, mean = tile * (keys - min(self.rows, queries) / 2), tile * (keys - queries / 2)
             return max(BESIDES + last, rounds * BESIDES + tiles * mean / processors)
         return rounds * (BESIDES + tile * keys)
@@ -169,10 +169,10 @@ def config_for(
     bits."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     parts = kind.get("lie") is Parts and not kind["axes"] and not kind["by_list"]
-    if padded == wide and variant.computed and not variant.draws and (parts or not kind):
+    if padded == wide and variant.positional and not variant.uses_random and (parts or not kind):
         whole = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
         return replace(whole, **A_BLOCK_EACH, **kind) if kind else whole
-    shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
+    shape = None if variant.uses_random or variant.reads_score_matrix else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
@@ -222,19 +222,19 @@ def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int,
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
     """The shape of the tiles of a variant."""
-    loaded = FETCHED if variant.fetches and not variant.draws else LOADED
-    loaded = BROUGHT if variant.brings and not variant.draws else loaded
-    shapes = loaded if variant.loads or variant.brings else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
+    loaded = FETCHED if variant.prefetches_columns and not variant.uses_random else LOADED
+    loaded = BROUGHT if variant.tma_bias and not variant.uses_random else loaded
+    shapes = loaded if variant.reads_score_matrix or variant.tma_bias else ROOMY if variant.uses_random else SCORED if variant.changes_scores else SHAPES
     return shapes.get(padded, SHAPES[padded])
 
 
 def _by_length(padded: int, variant: Variant) -> dict[float, dict[str, Any]]:
     """{up to how many keys: the fields of the Config that are different then} for a variant."""
-    if variant.plain:
-        return BY_LENGTH.get((padded, variant.rising), OTHERS)
-    if variant.scored and variant.from_first and not (variant.loads or variant.brings):
-        return SCORED_BY_LENGTH.get((padded, variant.bends), OTHERS)
-    return OTHERS if variant.from_first or variant.scored else {2048: PERSISTENT | WINDOW.get(padded, {})}
+    if variant.cheap_mask:
+        return BY_LENGTH.get((padded, variant.monotonic), OTHERS)
+    if variant.changes_scores and variant.starts_at_zero and not (variant.reads_score_matrix or variant.tma_bias):
+        return SCORED_BY_LENGTH.get((padded, variant.nonlinear), OTHERS)
+    return OTHERS if variant.starts_at_zero or variant.changes_scores else {2048: PERSISTENT | WINDOW.get(padded, {})}
 
 
 @functools.lru_cache(1024)
@@ -283,7 +283,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, KV, EACH = config.rows, config.kv, warpgroup.ROWS  # rows of a tile of queries, of keys, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
-    SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
+    SKIPS = PERSISTENT and config.variant.starts_at_zero  # consumers pass by key blocks that none of their rows sees
     # the queries of a tile wait for the slot of the last tile's queries, but keys need not
     KEYS_FIRST = PERSISTENT and config.queries == 1
     AHEAD = config.held.paged  # the next keys are loaded before the values, so that nobody waits while pages are looked up
@@ -293,7 +293,7 @@ def make(config: Config):
     brought, weights = config.brought, config.weights
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
-    DEEP, PREPARES, PANELS, PANEL = variant.deep, variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
+    DEEP, PREPARES, PANELS, PANEL = variant.allows_low_scores, variant.prepares_queries, config.query.panels, rt(16, config.query.panel_cols, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
@@ -325,10 +325,10 @@ def make(config: Config):
     def prepared(queries, ctx):
         """A consumer's rows of Q, as the variant changes them."""
         if PREPARES:
-            of_queries = variant.of_queries(warpgroup.load(queries, Q), ctx)
+            of_queries = variant.query_stats(warpgroup.load(queries, Q), ctx)
             for i in range(PANELS):  # one after the other, for registers' sake
                 panel = subtile(queries, EACH, 0, PANEL.cols, i)
-                x = variant.queries(warpgroup.load(panel, PANEL), of_queries, ctx, PANEL.cols * i)
+                x = variant.prepare_queries(warpgroup.load(panel, PANEL), of_queries, ctx, PANEL.cols * i)
                 warpgroup.store(panel, INPUT(x))
             warpgroup.sync()
         return queries
@@ -342,14 +342,14 @@ def make(config: Config):
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
             turn.give(me)
-            fetched, here = variant.fetch(S, ctx, key), brought.by_queries(tiles, j, ctx, me)
+            fetched, here = variant.prefetch(S, ctx, key), brought.by_queries(tiles, j, ctx, me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
             if cut:
-                s = tiling.mask(variant.score_near_by(s, fetched, here, key), ctx, key)
-                below = variant.below_near(s, ctx, key)
+                s = tiling.mask(variant.score_in_edge_block_by(s, fetched, here, key), ctx, key)
+                below = variant.row_offset_in_edge_block(s, ctx, key)
             else:
                 s = variant.score_by(s, fetched, here, key)
-                below = variant.below(s, ctx, key)
+                below = variant.row_offset(s, ctx, key)
             seen = seen.moved(s, below, scale, slack)
             p = seen.weights(s, below, scale, DEEP)
             k.release(j, after=seen.m)
@@ -449,8 +449,8 @@ def make(config: Config):
                     key, queries = tiling.key(every, first - j, ctx), prepared(queries, ctx)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = tiling.mask(variant.score_near(s, brought.by_queries(tiles, first, ctx, me), key), ctx, key)
-                    below = variant.below_near(s, ctx, key)
+                    s = tiling.mask(variant.score_in_edge_block(s, brought.by_queries(tiles, first, ctx, me), key), ctx, key)
+                    below = variant.row_offset_in_edge_block(s, ctx, key)
                     begun = output.begin(softmax, variant, ctx, gO, gLse, own, row, scale)
                     seen = begun.moved(s, below, scale, slack)
                     p = seen.weights(s, below, scale, DEEP)

@@ -106,7 +106,7 @@ def turned_shape(padded: int, keys: float) -> Any:
 
 def blocked_shape(padded: int, keys: float, variant: Variant) -> Any:
     """The shape for descales of blocks."""
-    return None if variant.rising and keys <= SHORT else BLOCKED_TURNED.get(padded)
+    return None if variant.monotonic and keys <= SHORT else BLOCKED_TURNED.get(padded)
 
 
 def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
@@ -137,16 +137,16 @@ def config_for(
     """The configuration for so many keys. before: should V be transposed before, if it can be? kind: further fields of the
     Config."""
     padded = padded_dim(head_dim, value_dim)
-    plain = variant.plain and kind.get("lie", Batched) is Batched
+    plain = variant.cheap_mask and kind.get("lie", Batched) is Batched
     shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)
     if before and plain and shape:
         kind |= {"units": units.of_tiles(shape[0]), "turned": Before()}
         return Config(padded, padded, fp8e4m3, variant, *shape, **kind)
     if units.by_block:
-        short = variant.rising and keys <= SHORT
+        short = variant.monotonic and keys <= SHORT
         shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
     else:
-        shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
+        shapes = SCORED if variant.changes_scores or not variant.positional else SHAPES if plain else VARIED
     return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units.of_tiles(shapes[padded][0]), **kind)
 
 
@@ -200,7 +200,7 @@ def make(config: Config):
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, PARAMS, AUX = config.consumers, config.params, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
-    MEASURES, units = variant.measures, config.units
+    MEASURES, units = variant.needs_raw_scores, config.units
     BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
     output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
@@ -226,7 +226,7 @@ def make(config: Config):
     @inlined
     def lifted(below, lift):
         """What is subtracted from the scores to get weights that are lifted by a power of 2."""
-        if variant.by_rows:
+        if variant.has_row_offset:
             return below - lift
         else:
             return -lift
@@ -236,14 +236,14 @@ def make(config: Config):
         """(what has been seen with a block of scores, their weights). The weights are not yet in the sum; they are 2^LIFT at
         the maximum."""
         s = variant.score(measured(s, tile, of), of.ctx, key)
-        below = variant.below(s, of.ctx, key)
+        below = variant.row_offset(s, of.ctx, key)
         return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
 
     @inlined
     def cut_and_weighed(s, key, seen, tile, of):
         """The same of a block that the mask cuts."""
-        s = tiling.mask(variant.score_near(measured(s, tile, of), of.ctx, key), of.ctx, key)
-        below = variant.below_near(s, of.ctx, key)
+        s = tiling.mask(variant.score_in_edge_block(measured(s, tile, of), of.ctx, key), of.ctx, key)
+        below = variant.row_offset_in_edge_block(s, of.ctx, key)
         return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
 
     @inlined
@@ -328,7 +328,7 @@ def make(config: Config):
                 tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), ctx), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(ctx, LOWEST)), tile, of)
+                seen, p = cut_and_weighed(s, key, softmax.begin(variant.initial_max(ctx, LOWEST)), tile, of)
                 p, seen = zipped(p), units.summed(seen, p, tile)
                 if MASKS_SECOND:
                     cut = int32(min(2, every.n))

@@ -277,7 +277,7 @@ def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **t
         grid = persistent(gpu, grid)
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
     alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
-    uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
+    uneven = not alike and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
     if isinstance(config, hopper_fp8.Config):
         told |= {f"g{name.upper()}Unit": unit_of(problem, name, config.units) for name in "qkv"}
     else:

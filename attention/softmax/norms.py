@@ -79,8 +79,8 @@ class Layer(Rms):
 class Normed(Variant):
     """A variant whose queries are normalised by `norm`."""
 
-    plain = True
-    prepares = True
+    cheap_mask = True
+    prepares_queries = True
 
     norm: Rms
 
@@ -92,11 +92,11 @@ class Normed(Variant):
         return self.norm.params
 
     @inlined
-    def of_queries(self, x, ctx):
+    def query_stats(self, x, ctx):
         return self.norm.of_rows(x, ctx.params)
 
     @inlined
-    def queries(self, x, of_queries, ctx, col):
+    def prepare_queries(self, x, of_queries, ctx, col):
         return self.norm.part(x, of_queries, ctx.head, col, ctx.params)
 
 

@@ -24,7 +24,7 @@ class Stored:
     @inlined
     def begin(self, softmax, variant, ctx, gO, gLse, own, row, scale):
         """What a consumer's rows of a tile, from `row` on, of a Sequence have seen before their first key."""
-        return softmax.begin(variant.lowest(ctx, variant.floor))
+        return softmax.begin(variant.initial_max(ctx, variant.max_floor))
 
     @inlined
     def store(self, gO, o, queries, own, row, head):
@@ -95,7 +95,7 @@ class Joined(Unrounded):
         gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
         o = warpgroup.load(gO, softmax.tile, (own.batch, row, ctx.head, 0), 1, 3, False)
         lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, ctx.head, row))
-        return softmax.resume(o / variant.output(1.0, ctx), lse, variant.lowest(ctx, variant.floor), scale)
+        return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
 
 
 class Sent(Stored):

@@ -10,7 +10,7 @@ from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, t
 from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, array
 
-from .variants import Keys, Queries, Variant
+from .variants import KeyRange, QueryRange, Variant
 
 STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 
@@ -18,8 +18,8 @@ STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
-    scored = measures = bends = True
-    folds = False
+    changes_scores = needs_raw_scores = nonlinear = True
+    fits_folded_backward = False
 
     @property
     def params(self) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class Capped(Variant):
         return tanh(s * ctx.params.per_cap)
 
     @inlined
-    def bent(self, s, ctx, key):
+    def score_and_grad(self, s, ctx, key):
         """See Variant: cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
         s = self.score(s, ctx, key)
         return s, 1.0 - s * s
@@ -47,18 +47,18 @@ class Sloped(Variant):
     nothing. Gradients, whose warps have 16 keys each, add and subtract in all blocks, counted from the warp's eighth key:
     weights are off by slope 2^-20 (2 % at 20000)."""
 
-    scored = measures = True
+    changes_scores = needs_raw_scores = True
 
     ordered: bool
     last: bool
 
     @property
-    def by_rows(self) -> bool:  # type: ignore[override]
+    def has_row_offset(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return self.ordered and self.last
 
-    adds = by_rows
-    folds = False
+    adds_late = has_row_offset
+    fits_folded_backward = False
 
     @property
     def params(self) -> dict[str, Any]:
@@ -66,16 +66,16 @@ class Sloped(Variant):
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
-    def keys(self, first, last, ctx):
-        return Keys(0, ctx.keys, 0, min(ctx.keys, first + ctx.shift) if self.by_rows else ctx.keys)
+    def key_range(self, first, last, ctx):
+        return KeyRange(0, ctx.keys, 0, min(ctx.keys, first + ctx.shift) if self.has_row_offset else ctx.keys)
 
     @inlined
-    def seers(self, first, last, ctx):
-        return Queries(0, ctx.queries, max(0, last - ctx.shift + 1) if self.by_rows else 0, ctx.queries)
+    def query_range(self, first, last, ctx):
+        return QueryRange(0, ctx.queries, max(0, last - ctx.shift + 1) if self.has_row_offset else 0, ctx.queries)
 
     @inlined
     def score(self, s, ctx, key):
-        if self.by_rows:
+        if self.has_row_offset:
             return s + col_index(s.row_vec) * ctx.precomputed
         elif self.ordered:
             return s - (self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
@@ -83,34 +83,34 @@ class Sloped(Variant):
             return s - abs(self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
 
     @inlined
-    def score_near(self, s, ctx, key):
-        if self.by_rows:
+    def score_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
             return s - (self.aligned_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
             return self.score(s, ctx, key)
 
     @inlined
-    def score_near_by(self, s, fetched, ctx, key):
-        return self.score_near(s, ctx, key)
+    def score_in_edge_block_by(self, s, fetched, ctx, key):
+        return self.score_in_edge_block(s, ctx, key)
 
     @inlined
-    def bent(self, s, ctx, key):
-        return (s if self.adds else self.score(s, ctx, key)), 1.0
+    def score_and_grad(self, s, ctx, key):
+        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, ctx, key, scale):
+    def late_term(self, s, ctx, key, scale):
         return (col_index(s.row_vec) - float(s.cols // 2)) * (ctx.precomputed * scale)
 
     @inlined
-    def below(self, s, ctx, key):
-        if self.by_rows:
+    def row_offset(self, s, ctx, key):
+        if self.has_row_offset:
             return self.alibi_position(s, ctx, key) * ctx.precomputed
         else:
             return None
 
     @inlined
-    def below_near(self, s, ctx, key):
-        if self.by_rows:
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
             return zeros(s.col_vec)
         else:
             return None
@@ -151,8 +151,8 @@ class SlopedBy(Sloped):
         return self.slope(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
 
     @inlined
-    def below_near(self, s, ctx, key):
-        if self.by_rows:
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
             return zeros(s.col_vec) - float32(ctx.shift) * ctx.precomputed
         else:
             return None
@@ -168,20 +168,20 @@ class Biased(Variant):
     """score + bias[b, h, i, j]. last: does no function follow that needs the score itself? whole: are scores brought to units
     of 1, in which the least number that a bias may have is finite? (Gradients need no such number.)"""
 
-    scored = measures = True
-    loads = True
-    lean = folds = light = False
+    changes_scores = needs_raw_scores = True
+    reads_score_matrix = True
+    fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     last: bool
     whole: bool = False
 
     @property
-    def deep(self) -> bool:  # type: ignore[override]
+    def allows_low_scores(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return self.whole
 
     @property
-    def adds(self) -> bool:  # type: ignore[override]
+    def adds_late(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return self.last
 
@@ -213,14 +213,14 @@ class Biased(Variant):
 
     @inlined
     def score(self, s, ctx, key):
-        return self.units(s, ctx) + self.added(s, ctx, key, 1.0)
+        return self.units(s, ctx) + self.late_term(s, ctx, key, 1.0)
 
     @inlined
-    def bent(self, s, ctx, key):
-        return (s if self.adds else self.score(s, ctx, key)), 1.0
+    def score_and_grad(self, s, ctx, key):
+        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, ctx, key, scale):
+    def late_term(self, s, ctx, key, scale):
         at_bias, unit = (ctx.batch, ctx.head, ctx.row, int32(key)), self.per_unit(ctx) * scale
         return load(ctx.params.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
 
@@ -230,12 +230,12 @@ class BiasedByKey(Biased):
     """score + bias[b, h, j], for a bias with one row for all queries. It is read once for each column of a tile, not once for
     each score. adjacent: are its numbers contiguous?"""
 
-    fetches = lean = folds = light = True
+    prefetches_columns = fits_narrow_backward = fits_folded_backward = fits_wide_backward = True
 
     adjacent: bool = False
 
     @inlined
-    def fetch(self, spec, ctx, key):
+    def prefetch(self, spec, ctx, key):
         at_bias = ctx.batch, ctx.head, int32(0), int32(key)
         return load(ctx.params.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(ctx)
 
@@ -244,8 +244,8 @@ class BiasedByKey(Biased):
         return self.units(s, ctx) + fetched
 
     @inlined
-    def added(self, s, ctx, key, scale):
-        return self.fetch(rt(s.rows, s.cols, fp32, s.layout), ctx, key) * scale
+    def late_term(self, s, ctx, key, scale):
+        return self.prefetch(rt(s.rows, s.cols, fp32, s.layout), ctx, key) * scale
 
 
 @static
@@ -257,7 +257,7 @@ class BiasedByTile(Biased):
     of: dtype = bf16
 
     @property
-    def brings(self) -> dtype:  # type: ignore[override]
+    def tma_bias(self) -> dtype:  # type: ignore[override]
         """See Variant."""
         return self.of
 
@@ -266,7 +266,7 @@ class BiasedByTile(Biased):
         return {"per_bias": FLOAT}
 
     @inlined
-    def added(self, s, ctx, key, scale):
+    def late_term(self, s, ctx, key, scale):
         return fp32(ctx.params.bias) * (self.per_unit(ctx) * scale)
 
 
@@ -275,8 +275,8 @@ class Scored(Variant):
     """function(score, b, h, i, j, *aux), with scores in units of 1. It gets a tile of scores, a vector i of queries and a
     vector j of keys."""
 
-    scored = measures = deep = True
-    lean = folds = light = False
+    changes_scores = needs_raw_scores = allows_low_scores = True
+    fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     function: Callable
 
@@ -317,7 +317,7 @@ class ScoredBack(Scored):
     even: bool
 
     @property
-    def bends(self) -> bool:  # type: ignore[override]
+    def nonlinear(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return not self.even
 
@@ -328,7 +328,7 @@ class ScoredBack(Scored):
         return where(i < ctx.queries, s, -math.inf)
 
     @inlined
-    def bent(self, s, ctx, key):
+    def score_and_grad(self, s, ctx, key):
         i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
         s, slope = self.both(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
@@ -339,7 +339,7 @@ class ScoredBack(Scored):
 class Sunk(Variant):
     """exp(sink), a number for each head, is added to the sum of weights: like a key without a value."""
 
-    measures = True
+    needs_raw_scores = True
 
     @property
     def params(self) -> dict[str, Any]:
@@ -347,10 +347,10 @@ class Sunk(Variant):
         return {"sinks": array(1), "per_sink": FLOAT}
 
     @inlined
-    def lowest(self, ctx, floor):
+    def initial_max(self, ctx, floor):
         """See Variant: the maximum is not below the sink, whose weight is therefore never above 1."""
         return maximum(floor, ctx.params.sinks[ctx.head] * ctx.params.per_sink)
 
     @inlined
-    def total(self, l, m, scale, ctx):
+    def finish_row_sum(self, l, m, scale, ctx):
         return l + exp2((ctx.params.sinks[ctx.head] * ctx.params.per_sink - m) * scale)

@@ -9,30 +9,30 @@ from ops import causal, col_index, row_index, triu, where
 from tiles import inlined, static
 from tiles.arguments import INT
 
-from .variants import Keys, Queries, Unforeseen, Variant
+from .variants import KeyRange, QueryRange, Unforeseen, Variant
 
 
 class Full(Variant):
     """A query sees all keys."""
 
-    plain = True
+    cheap_mask = True
 
 
 class Causal(Variant):
     """A query sees the keys up to its own position."""
 
-    everything = False
-    rising = True
-    within = True  # the last query stands at the last key
-    plain = True
+    sees_all_keys = False
+    monotonic = True
+    ends_at_last_key = True  # the last query stands at the last key
+    cheap_mask = True
 
     @inlined
-    def keys(self, first, last, ctx):
-        return Keys(0, min(ctx.keys, last + ctx.shift + 1), 0, min(ctx.keys, first + ctx.shift + 1))
+    def key_range(self, first, last, ctx):
+        return KeyRange(0, min(ctx.keys, last + ctx.shift + 1), 0, min(ctx.keys, first + ctx.shift + 1))
 
     @inlined
-    def seers(self, first, last, ctx):
-        return Queries(max(0, first - ctx.shift), ctx.queries, max(0, last - ctx.shift), ctx.queries)
+    def query_range(self, first, last, ctx):
+        return QueryRange(max(0, first - ctx.shift), ctx.queries, max(0, last - ctx.shift), ctx.queries)
 
     @inlined
     def mask(self, s, ctx, key, hidden):
@@ -42,23 +42,23 @@ class Causal(Variant):
 class Right(Variant):
     """A query sees the keys up to params.right positions after its own."""
 
-    everything = False
-    rising = True
-    ends_early = True  # `right` may be negative, where a mask in Python says so
+    sees_all_keys = False
+    monotonic = True
+    may_end_early = True  # `right` may be negative, where a mask in Python says so
 
     @property
     def params(self) -> dict[str, Any]:
         return {"right": INT}
 
     @inlined
-    def keys(self, first, last, ctx):
+    def key_range(self, first, last, ctx):
         edge = ctx.shift + ctx.params.right + 1
-        return Keys(0, min(ctx.keys, last + edge), 0, min(ctx.keys, first + edge))
+        return KeyRange(0, min(ctx.keys, last + edge), 0, min(ctx.keys, first + edge))
 
     @inlined
-    def seers(self, first, last, ctx):
+    def query_range(self, first, last, ctx):
         edge = ctx.shift + ctx.params.right
-        return Queries(max(0, first - edge), ctx.queries, max(0, last - edge), ctx.queries)
+        return QueryRange(max(0, first - edge), ctx.queries, max(0, last - edge), ctx.queries)
 
     @inlined
     def mask(self, s, ctx, key, hidden):
@@ -68,22 +68,22 @@ class Right(Variant):
 class Left(Variant):
     """A query sees the keys from params.left positions before its own on."""
 
-    everything = False
-    from_first = False
+    sees_all_keys = False
+    starts_at_zero = False
 
     @property
     def params(self) -> dict[str, Any]:
         return {"left": INT}
 
     @inlined
-    def keys(self, first, last, ctx):
+    def key_range(self, first, last, ctx):
         edge = ctx.shift - ctx.params.left
-        return Keys(max(0, first + edge), ctx.keys, max(0, last + edge), ctx.keys)
+        return KeyRange(max(0, first + edge), ctx.keys, max(0, last + edge), ctx.keys)
 
     @inlined
-    def seers(self, first, last, ctx):
+    def query_range(self, first, last, ctx):
         edge = ctx.shift - ctx.params.left
-        return Queries(0, min(ctx.queries, last - edge + 1), 0, min(ctx.queries, first - edge + 1))
+        return QueryRange(0, min(ctx.queries, last - edge + 1), 0, min(ctx.queries, first - edge + 1))
 
     @inlined
     def mask(self, s, ctx, key, hidden):

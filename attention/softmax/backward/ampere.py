@@ -113,7 +113,7 @@ def shorts(variant: Variant) -> Shorts:
 def short(head_dim: int, value_dim: int, variant: Variant, queries: int, keys: int) -> Shape | None:
     """The shape for which these kernels are faster than Hopper's, if there is one. So few queries and keys leave a warpgroup's
     products half empty, and two or three blocks of four warps hide each other's waits."""
-    shapes = [] if variant.scored else shorts(variant).get(padded_dim(head_dim, value_dim), [])
+    shapes = [] if variant.changes_scores else shorts(variant).get(padded_dim(head_dim, value_dim), [])
     return next((shape for most, most_keys, shape in shapes if queries <= most and keys <= most_keys), None)
 
 
@@ -131,7 +131,7 @@ def config_for(
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, both as the greater one. shape: see `short`. kind: see BaseConfig."""
     since_hopper = room >= LARGE
-    shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
+    shapes = SHAPES if variant.changes_scores or variant.uses_random else ROOMY if since_hopper else PLAIN
     padded = padded_dim(head_dim, value_dim)
     return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
 
@@ -153,7 +153,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.own, config.step, config.warps, config.piece
-    PARAMS, AUX, INPUT, APART, BENDS = config.params, config.aux, config.dtype, config.apart, config.variant.bends
+    PARAMS, AUX, INPUT, APART, BENDS = config.params, config.aux, config.dtype, config.apart, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
@@ -178,12 +178,12 @@ def make(config: Config):
             here, its_q, its_do = ctx._replace(row=int32(ctx.row + STEP * n)), subtile(queries, STEP, n), subtile(dout, STEP, n)
             s = turned(mma_ABt(zeros(SCORES), keys, its_q))
             lse = load(gSums, S.col_vec, (batch, head, int32(row + STEP * n)), -2, -1, True)
-            s, bend = variant.bent(s, here, key)
+            s, bend = variant.score_and_grad(s, here, key)
             p = INPUT(tiling.weights(s, lse, cut, here, key, scale))
-            dv = mma_AB(dv, turned(variant.left(p)), its_do)
+            dv = mma_AB(dv, turned(variant.remove_dropped(p)), its_do)
             dp = turned(mma_ABt(zeros(SCORES), values, its_do))
             delta = load(gSums, S.col_vec, (batch, head, int32(row + ROWS + STEP * n)), -2, -1, True)
-            slope = variant.slope(fp32(p), dp, delta, here)
+            slope = variant.score_grad(fp32(p), dp, delta, here)
             learnt, slope = learns.add(learnt, slope, here, key), INPUT(slope * bend)
             store(subtile(ds, STEP, STEPS * mine + n), slope)
             dk = mma_AB(dk, turned(slope), its_q)
@@ -198,16 +198,16 @@ def make(config: Config):
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         x = turned(mma_ABt(zeros(SCORES), keys if first else values, queries if first else dout))
         if first:
-            s, bend = variant.bent(x, ctx, key)
+            s, bend = variant.score_and_grad(x, ctx, key)
             p = INPUT(tiling.weights(s, of_rows, cut, ctx, key, scale))
             store(subtile(ds, ROWS, mine), p)
             if BENDS:
                 store(subtile(ds, ROWS, OWNERS + mine), INPUT(bend))
             block.sync()
-            sum = mma_AB(sum, turned(variant.left(p)), dout)
+            sum = mma_AB(sum, turned(variant.remove_dropped(p)), dout)
         else:
             block.sync()
-            slope = variant.slope(fp32(load(subtile(ds, ROWS, mine), P)), x, of_rows, ctx)
+            slope = variant.score_grad(fp32(load(subtile(ds, ROWS, mine), P)), x, of_rows, ctx)
             learnt = learns.add(learnt, slope, ctx, key)
             if BENDS:
                 slope = slope * fp32(load(subtile(ds, ROWS, OWNERS + mine), P))

@@ -292,7 +292,7 @@ def _variant(
         (left, right),
         *of_scores,
         mask=None if blocked else masking,
-        score=ScoredBack(scoring, found.bent, found.even) if scoring and found else None,
+        score=ScoredBack(scoring, found.score_and_grad, found.even) if scoring and found else None,
         more=[*more, (blocked, {})] if blocked else more,
     )
     reads = {name: read_by(problem, name, found) for name in also.split() if name != "dsink"}

@@ -52,8 +52,8 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
     padded = padded_dim(head_dim, value_dim)
-    shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
-    if variant.brings and padded == 64:  # there is room for no more
+    shape = SHAPES[padded] | ({"rounded": True} if variant.changes_scores or variant.uses_random else {})
+    if variant.tma_bias and padded == 64:  # there is room for no more
         shape = shape | {"ds_stages": 1}
     if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
         shape = shape | {"rounded": False}
@@ -85,7 +85,7 @@ def make(config: Config):
     PARAMS, AUX, INPUT, ROUNDED = config.params, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     brought, order, learns, result, OUT = config.brought, config.order, config.learns, config.result, config.result.dtype
-    SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
+    SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.nonlinear, int(config.sequences.packed)
     BEND = fp32 if config.exact else INPUT
     FENCED = SHARE == 1  # does each consumer publish dS itself?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
@@ -120,16 +120,16 @@ def make(config: Config):
         ctx = brought.by_keys(bias, j, ctx, me // SHARE)
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
-        s, bend = variant.bent(s, ctx, key)
+        s, bend = variant.score_and_grad(s, ctx, key)
         if BENDS:
             bend = BEND(bend)
         p = tiling.weights(s, lse, cut, ctx, key, scale)
         weights = INPUT(turned(p))
-        dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))
+        dv = warpgroup.mma_AB(dv, variant.remove_dropped(weights), columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))
         if ROUNDED:
             p = fp32(turned(weights))
-        slope = variant.slope(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), ctx)
+        slope = variant.score_grad(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), ctx)
         learnt = learns.add(learnt, slope, ctx, key)
         if BENDS:
             slope = slope * fp32(bend)

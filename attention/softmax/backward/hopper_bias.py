@@ -51,8 +51,8 @@ class Config(BaseConfig):
 def serves(main: BackwardConfig, read: Added) -> bool:
     """Does this kernel serve the gradient of the bias that `read` reads, if this is the main kernel's configuration?"""
     variant = main.variant
-    plain = main.lie is Batched and not (main.by_list or main.axes or variant.draws)
-    return variant.brings is not None and main.head_dim in KV and plain and read.both is None
+    plain = main.lie is Batched and not (main.by_list or main.axes or variant.uses_random)
+    return variant.tma_bias is not None and main.head_dim in KV and plain and read.both is None
 
 
 def config_for(main: BackwardConfig) -> Config:
@@ -94,7 +94,7 @@ def make(config: Config):
         batch, head = divmod(rest, own_heads)
         own, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
         ctx = ScoreContext(batch, head, row, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
-        seen = variant.keys(row, row + ROWS - 1, ctx)
+        seen = variant.key_range(row, row + ROWS - 1, ctx)
         cut = key < seen.inner_first or key + COLS > seen.inner_end
         return ctx, key, seen.first < key + COLS and key < seen.end, cut
 
@@ -114,7 +114,7 @@ def make(config: Config):
         s = warpgroup.wait(s, newer=1)
         q.release(n)
         k.release(n)
-        s, _ = variant.bent(s, ctx, key)
+        s, _ = variant.score_and_grad(s, ctx, key)
         p = tiling.weights(s, lse, cut, ctx, key, scale)
         dp = warpgroup.wait(dp)
         do.release(n)

@@ -37,7 +37,7 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.folds
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_folded_backward
 
 
 @functools.lru_cache(1024)
@@ -69,7 +69,7 @@ def make(config: Config):
         """The weights of tile j, whose scores are s."""
         q, do, ds, dq, sums, bias = rings
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
-        s, _ = variant.bent(turned(s), ctx, key)
+        s, _ = variant.score_and_grad(turned(s), ctx, key)
         return tiling.weights(s, lse, cut, ctx, key, scale)
 
     @inlined

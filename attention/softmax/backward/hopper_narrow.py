@@ -48,14 +48,14 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.lean
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_narrow_backward
 
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem. kind: `ordered`, `stores`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
-    ds_stages = 1 if variant.brings else 2  # there is room for no more
+    ds_stages = 1 if variant.tma_bias else 2  # there is room for no more
     return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded=True, **kind)
 
 
@@ -74,7 +74,7 @@ def make(config: Config):
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
-    BENDS, TURNS, (keep, take, claim) = variant.bends, variant.scored, REGISTERS
+    BENDS, TURNS, (keep, take, claim) = variant.nonlinear, variant.changes_scores, REGISTERS
     smem = shared(
         k=ring(config.key, 1, READERS),
         v=ring(config.value, 1, READERS),
@@ -109,7 +109,7 @@ def make(config: Config):
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # computed anew, to save registers
         ctx = brought.by_keys(bias, j, ctx, warpgroup.id())
         brought.give_back(bias, j)
-        s, bend = variant.bent(s, ctx, mine)
+        s, bend = variant.score_and_grad(s, ctx, mine)
         if BENDS:
             bend = INPUT(bend)  # to save registers
         p = tiling.weights(s, load(subtile(of_rows, ROWS, 0), S.col_vec), cut, ctx, mine, scale)

@@ -34,7 +34,7 @@ class Config(BackwardConfig):
     @property
     def in_order(self) -> Ordered:
         computed = self.lie is Batched and not self.by_list
-        rising = self.variant.rising and self.variant.from_first and self.variant.within
+        rising = self.variant.monotonic and self.variant.starts_at_zero and self.variant.ends_at_last_key
         return (Snaking if computed and rising else Ordered)(1, True, SENDERS, self.stores)
 
     @property

@@ -43,7 +43,7 @@ class Config(BackwardConfig):
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Are these kernels for such heads?"""
-    return max(head_dim, value_dim or 0) > 128 and variant.light
+    return max(head_dim, value_dim or 0) > 128 and variant.fits_wide_backward
 
 
 def padded(head_dim: int, value_dim: int | None) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def make(config: Config):
     variant, tiling, sequences, order = config.variant, config.tiling, config.sequences, config.order
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
-    each, both, BENDS = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.bends
+    each, both, BENDS = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.nonlinear
     keep, claim = REGISTERS
     smem = shared(
         k=ring(config.key, 1, each),
@@ -88,7 +88,7 @@ def make(config: Config):
         """exp2(`scale` s - lse) of tile j's scores, and the same times the derivatives of these."""
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
         sums.release(j)
-        s, bend = variant.bent(turned(s), here, key)
+        s, bend = variant.score_and_grad(turned(s), here, key)
         p = tiling.weights(s, lse, cut, here, key, scale)
         if BENDS:
             return turned(p), turned(p * bend)

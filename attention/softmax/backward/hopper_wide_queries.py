@@ -67,7 +67,7 @@ def make(config: Config):
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     DQ, S = rt(16, config.head_dim, fp32), rt(16, config.kv, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
-    BENDS, (keep, claim) = variant.bends, REGISTERS
+    BENDS, (keep, claim) = variant.nonlinear, REGISTERS
     smem = shared(
         q=ring(config.query, 1, readers),
         do=ring(config.dout, 1, readers),
@@ -86,7 +86,7 @@ def make(config: Config):
         """(the scores of the next key block, dQ) after key block j, whose scores are s."""
         q, do, k, v = rings
         dp = warpgroup.mm_ABt(rows_of(do.wait(0)), v.wait(j))
-        s, bend = variant.bent(s, here, key)
+        s, bend = variant.score_and_grad(s, here, key)
         p = tiling.weights(s, lse, cut, here, key, scale)
         if BENDS:
             p = p * bend

@@ -62,7 +62,7 @@ def planned(
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
     if not (adds or listing):
-        longest_first = made.variant.rising and not isinstance(config.order, Heading)
+        longest_first = made.variant.monotonic and not isinstance(config.order, Heading)
         cut = shares.cut_of(problem, blocks, tiles, ordered, longest_first, gpu.processors)
     if learns is not slopes.UNASKED:  # all spans of a subgroup would have the same places
         cut = cut._replace(spans=1)
@@ -101,7 +101,7 @@ def planned(
         gSums=of_rows,
         gSum=sums,
         blocks=blocks,
-        band=band_of(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
+        band=band_of(made.variant.monotonic, config.order, gpu.processors, kv_len if plain else math.inf),
         scale=made.unit * LOG2_E,
         unit=scale,
         **of_keys,
@@ -146,7 +146,7 @@ def planned_wide(
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
-    cut = shares.cut_of(problem, blocks, tiles, ordered, made.variant.rising, gpu.processors)
+    cut = shares.cut_of(problem, blocks, tiles, ordered, made.variant.monotonic, gpu.processors)
     of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = _of_queries(problem, prepare.without_sums(by_keys), of_rows, of_rows, tiles, where)  # there are none to clear
@@ -165,7 +165,7 @@ def planned_wide(
                 gDO=problem["dout"],
                 gSums=of_rows,
                 blocks=count,
-                band=band_of(made.variant.rising, UNORDERED, gpu.processors),
+                band=band_of(made.variant.monotonic, UNORDERED, gpu.processors),
                 scale=made.unit * LOG2_E,
                 unit=scale,
                 **where,

@@ -189,16 +189,16 @@ class Recomputed:
         ctx = here._replace(precomputed=variant.precompute(here))
         queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
-        s = variant.score_near(x, ctx, key)
+        s = variant.score_in_edge_block(x, ctx, key)
         above = self.summed.first_tile(ctx.batch, ctx.params)
         place = int32(2 * self.others * (above + row // self.others) + row % self.others)
         lse = load(sums, self.tile.col_vec, (own.batch, ctx.head, place))
-        if variant.by_rows:
-            lse = lse + variant.below_near(s, ctx, key) * scale
+        if variant.has_row_offset:
+            lse = lse + variant.row_offset_in_edge_block(s, ctx, key) * scale
         p = exp2(self.tiling.mask(s, ctx, key) * scale - lse)
         dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # now that few registers hold anything but p
         delta = load(sums, self.tile.col_vec, (own.batch, ctx.head, int32(place + self.others)))
-        ds = variant.slope(variant.marked(p, ctx, key), dp, delta, ctx)
+        ds = variant.score_grad(variant.mark_dropped(p, ctx, key), dp, delta, ctx)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.before is None:
             return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, ctx)), i, j, ctx

@@ -83,7 +83,7 @@ SERVED = Causal, Left, Sloped, Sunk  # other parts of a variant need registers, 
 def asked(variant: Variant, read: Added) -> Unasked:
     """Asked, if the main kernel can compute the gradient of this variant's slopes, which `read` reads; else Unasked."""
     parts = _parts(variant)
-    ordered = any(isinstance(x, Sloped) and x.by_rows for x in parts) and all(type(x) in SERVED for x in parts)
+    ordered = any(isinstance(x, Sloped) and x.has_row_offset for x in parts) and all(type(x) in SERVED for x in parts)
     return ASKED if ordered and isinstance(read, Slope) and not read.each else UNASKED
 
 

@@ -47,12 +47,12 @@ class Facing(Tiling):
     @inlined
     def tiles(self, key, ctx, group):
         """The Tiles of the keys from `key` on; `group` query heads share their head."""
-        seen = self.variant.seers(key, key + self.kv - 1, ctx)
+        seen = self.variant.query_range(key, key + self.kv - 1, ctx)
         first = seen.first // self.rows
         n = max(0, (min(seen.end, ctx.queries) + self.rows - 1) // self.rows - first)
         left = max(0, (seen.inner_first + self.rows - 1) // self.rows - first)
         right = n if seen.inner_end >= ctx.queries else seen.inner_end // self.rows - first
-        if not self.variant.within and key + self.kv > ctx.keys:  # what lies behind the last key must be masked, too
+        if not self.variant.ends_at_last_key and key + self.kv > ctx.keys:  # what lies behind the last key must be masked, too
             left = n
         if not self.apart and key >= ctx.keys:
             n = 0
@@ -78,22 +78,22 @@ class Facing(Tiling):
     @inlined
     def before(self, block, tile, ctx, group):
         """How many blocks of keys that a tile of queries sees come before this one."""
-        if self.variant.from_first:
+        if self.variant.starts_at_zero:
             return block
         else:
             row = self.rows * tile
-            return int32(block - self.variant.keys(row, row + self.rows - 1, ctx).first // self.kv)
+            return int32(block - self.variant.key_range(row, row + self.rows - 1, ctx).first // self.kv)
 
     @inlined
     def end(self, tile, ctx):
         """The number behind that of the last block of keys that a tile of queries sees."""
         row = self.rows * tile
-        return (self.variant.keys(row, row + self.rows - 1, ctx).end + self.kv - 1) // self.kv
+        return (self.variant.key_range(row, row + self.rows - 1, ctx).end + self.kv - 1) // self.kv
 
     @inlined
     def cut(self, tiles, i):
         """Must the i-th of these tiles be masked?"""
-        if self.variant.from_first:
+        if self.variant.starts_at_zero:
             return i < tiles.left
         else:
             return i < tiles.left or i >= tiles.right
@@ -101,7 +101,7 @@ class Facing(Tiling):
     @inlined
     def mask(self, s, ctx, key):
         """-inf for the scores that must not be seen, of keys from `key` on."""
-        if not self.variant.within:
+        if not self.variant.ends_at_last_key:
             s = right_fill(s, ctx.keys - key, -math.inf)
         return self.variant.mask(s, ctx, key, -math.inf)
 

@@ -215,9 +215,9 @@ def make(config: Config):
     product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
-    norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
+    norm, PREPARES = config.keys_norm, variant.prepares_queries or config.keys_norm.prepares
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IN_PARTS, DEEP = type(result) is not Whole, variant.deep
+    IN_PARTS, DEEP = type(result) is not Whole, variant.allows_low_scores
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
@@ -254,8 +254,8 @@ def make(config: Config):
     @inlined
     def whole_rows(tile, ctx):
         """What the variant needs to know of whole rows of queries, taken before the rows are overwritten."""
-        if variant.prepares:
-            found = variant.of_queries(load(tile, ROWS), ctx)
+        if variant.prepares_queries:
+            found = variant.query_stats(load(tile, ROWS), ctx)
             block.sync()
             return found
         else:
@@ -265,12 +265,12 @@ def make(config: Config):
     def ahead(i, head, params):
         """Load what panel i of the queries is multiplied by, ahead of its use."""
         col = int32(Q.cols * i)
-        return variant.ahead(Q.row_vec, col, params), norm.ahead(Q.row_vec, head, col, params)
+        return variant.prefetch_query_params(Q.row_vec, col, params), norm.ahead(Q.row_vec, head, col, params)
 
     @inlined
     def panel(tile, made, i, known, of_queries, asked, ctx, head):
         """Prepare panel i of the queries for the products. Returns `known`, with what is known of this panel added."""
-        x = variant.queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], ctx, Q.cols * i)
+        x = variant.prepare_queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], ctx, Q.cols * i)
         y = product.queries(norm.queries(x, asked[1]))
         store(subtile(made, BAND, 0, Q.cols, i), y)
         return norm.more(known, x, y, head, Q.cols * i, ctx.params)
@@ -370,7 +370,7 @@ def make(config: Config):
             ctx = ScoreContext(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, params, aux, 0)
             ctx = ctx._replace(precomputed=variant.precompute(ctx))
             k_unit, v_unit = product.units(sequence, head, params)
-            (queries, known), seen, o_unit = taken(q, ctx, head, asked, scratch), softmax.begin(variant.floor), product.unit()
+            (queries, known), seen, o_unit = taken(q, ctx, head, asked, scratch), softmax.begin(variant.max_floor), product.unit()
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
@@ -393,11 +393,11 @@ def make(config: Config):
 
             m = block.reduce_max(seen.m, scratch)
             if result.joins(spot):
-                m = maximum(m, sums.lowest(ctx, LOWEST_FLOAT))
+                m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
             weight = exp2((seen.m - m) * scale)
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.joins(spot):
-                l = sums.total(l, m, scale, ctx)
+                l = sums.finish_row_sum(l, m, scale, ctx)
             o = seen.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
             add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, params)
             if PARTS > 1:

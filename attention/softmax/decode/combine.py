@@ -79,9 +79,9 @@ def make(config: Config):
                 part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
                 m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
             ctx = ScoreContext(sequence, int32(head * group + member), token, 0, 0, 0, params, 0, 0)
-            most = max(m, sums.lowest(ctx, LOWEST_FLOAT))
+            most = max(m, sums.initial_max(ctx, LOWEST_FLOAT))
             lag = exp2((m - most) * scale)
-            l = sums.total(l * lag, most, scale, ctx)
+            l = sums.finish_row_sum(l * lag, most, scale, ctx)
             store(out, over_sum(o * lag, l), (sequence, token, head, member, col))
             if lse.shape[0] > 0:
                 lse[sequence, head, member, token] = (most * scale + log2(l)) * LN2

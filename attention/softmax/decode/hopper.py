@@ -125,7 +125,7 @@ def make(config: Config):
     Q = rt(16, QUERIES.panel_cols, INPUT)
     O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
     H, STAGED = rt(16, HALF, fp32), config.stages
-    PANELS, LEFT, DEEP = QUERIES.panels, reach.left, variant.deep
+    PANELS, LEFT, DEEP = QUERIES.panels, reach.left, variant.allows_low_scores
     softmax = Softmax(O)
     smem = shared(
         q=QUERIES,
@@ -191,11 +191,11 @@ def make(config: Config):
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
         m = maximum(seen.m, its_m)
         if result.joins(spot):
-            m = maximum(m, sums.lowest(ctx, LOWEST_FLOAT))
+            m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
         mine, its = exp2((seen.m - m) * scale), exp2((its_m - m) * scale)
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
         if result.joins(spot):
-            l = sums.total(l, m, scale, ctx)
+            l = sums.finish_row_sum(l, m, scale, ctx)
         kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
         o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
         result.store(over_sum(o, l), spot, int32(HALF * me), params)
@@ -238,7 +238,7 @@ def make(config: Config):
                 ctx = ScoreContext(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, params, aux, 0)
                 ctx = ctx._replace(kept=variant.precompute(ctx))
                 bring(pipes, gQ, spot, me)
-                seen = softmax.begin(variant.floor)
+                seen = softmax.begin(variant.max_floor)
                 for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
                     seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, ctx, scale, slack)
                 finish(seen, pipes, me, ctx, scale, spot, params)

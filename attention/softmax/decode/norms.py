@@ -72,11 +72,11 @@ class NormedRows(Normed):
     """A variant whose queries are normalised by `norm`, and whose rows belong to several heads."""
 
     @inlined
-    def ahead(self, spec, col, params):
+    def prefetch_query_params(self, spec, col, params):
         return self.norm.ahead(spec, col, params)
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, ctx, col):
+    def prepare_queries_by(self, x, of_queries, ahead, ctx, col):
         return self.norm.part_by(x, of_queries, ahead, ctx.head, col, ctx.params)
 
 

@@ -118,7 +118,7 @@ class Everything(Reach):
 class Sloped(Variant):
     """score - slope |t + shift - j|, with a slope a head: ALiBi."""
 
-    scored = True
+    changes_scores = True
 
     @property
     def params(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def shares(config, length, grid, band=None, **given):
     """What each block of a persistent grid has to do for 16384 tokens and 2048 columns: its tiles' key blocks, and 1.2 for the
     the beginning and end of one, as far as there are rows. given: what the variant reads."""
     pairs, blocks, nbytes = 16384 // length * 2048 // config.head_dim, -(-length // config.rows), 4 * length * config.head_dim
-    band = band or band_of(grid, grid, nbytes, L2, config.variant.rising or length % config.rows > 0)
+    band = band or band_of(grid, grid, nbytes, L2, config.variant.monotonic or length % config.rows > 0)
     assert band * nbytes <= L2 / 2
     work = [0.0] * grid
     for tile, (block, _) in enumerate(walked(config.tiling, pairs, blocks, band)):
@@ -167,7 +167,7 @@ def test_blocks_of_keys_at_every_edge(variant):
         here = at(queries, keys, left=left, right=right)
         sees = np.zeros((queries, keys), bool)
         for i in range(queries):
-            one = variant.keys(i, i, here)
+            one = variant.key_range(i, i, here)
             sees[i, max(0, one.first) : max(0, one.end)] = True
         seen = np.flatnonzero(sees.any(0))
         for row in range(0, queries, rows):
