@@ -9,7 +9,7 @@ from tiles.schema import REAL, Problem, Schema
 
 from ...names import by_other_names
 from ...options import flag, number, positive
-from ..assembled import assembled
+from ..assembled import build_variant
 from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
 from ..gradient import ONCE
 from ..index_checks import Asking, indexed
@@ -249,7 +249,7 @@ def _backward(problem: Problem, causal: bool, scale: float | None, deterministic
     """How backward does calls of this form."""
     check_extents(problem)
     scale = scale_of(problem, scale)
-    return planned(problem, assembled(scale, causal), scale, deterministic, family)
+    return planned(problem, build_variant(scale, causal), scale, deterministic, family)
 
 
 @program(VARIANTS, no_gradient=ONCE)
@@ -286,7 +286,7 @@ def _variant(
     blocked = listing and listing.blocked
     of_scores = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
     found = scoring and derivatives(scoring, axes)
-    made = assembled(
+    spec = build_variant(
         scale,
         causal,
         (left, right),
@@ -296,7 +296,7 @@ def _variant(
         more=[*more, (blocked, {})] if blocked else more,
     )
     reads = {name: read_by(problem, name, found) for name in also.split() if name != "dsink"}
-    plan = planned(problem, made, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
+    plan = planned(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
     return plan._replace(steps=[*looks, *plan.steps])
 
 

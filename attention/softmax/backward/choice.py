@@ -9,7 +9,7 @@ from tiles.device import machine
 from tiles.schema import Problem
 
 from ...families import PartOf, choose, name_of
-from ..assembled import Assembled
+from ..assembled import VariantSpec
 from ..launches import DTYPES, in_tiles, sequences_of
 from ..prepared_lists import Listing
 from ..sequences import Batched
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 
 def chosen(
     problem: Problem,
-    made: Assembled,
+    spec: VariantSpec,
     ordered: bool,
     family: str | PartOf | None,
     aux: Sequence[Operand],
@@ -40,7 +40,7 @@ def chosen(
 ) -> Choice:
     """The Choice for an assembled variant: see launches.planned."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
-    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], made.variant
+    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
     adds = problem.schema.arguments["dq"].role == "updated"
     tma = choose(problem, family) == "sm_90"
     plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or variant.uses_random)

@@ -21,7 +21,7 @@ from tiles.arguments import INT, Record, record
 from tiles.arrays import Operand
 from tiles.layout import LANES
 
-from ..assembled import Assembled
+from ..assembled import VariantSpec
 from ..key_block_lists import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST, WARPS, Survey
 from ..launches import Before
 from ..variants import ScoreContext, Variant
@@ -167,7 +167,7 @@ class Ranking(Gathering):
 
 
 def listed(
-    before: Before, made: Assembled, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
+    before: Before, spec: VariantSpec, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
 ) -> dict[str, Operand]:
     """The lists of tiles of queries of all blocks of keys, made before, the classes that they were made of, and if blocks add
     in order their ranks. varies: do they differ by batch, by head? told, read: what kernels are told of the variant and of
@@ -177,7 +177,7 @@ def listed(
     tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     many, of_keys = heads if by_head else 1, kv_heads if by_head else 1
     classes = before.memory((batches, many, tiles, blocks), "int8")
-    made_of = made.variant, config.rows, config.kv
+    made_of = spec.variant, config.rows, config.kv
     unseen = before.memory((batches, many, tiles, BOTH * blocks), "int8")
     found = {"lists": before.memory((batches, of_keys, blocks, HEAD + tiles), "int32"), "classes": classes}
     survey = Survey(*made_of, config.axes)
