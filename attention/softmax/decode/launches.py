@@ -14,7 +14,7 @@ from tiles.targets import has_early_launch, has_fp8, is_hopper
 
 from ...cache import append as appending
 from ...cache import write_kernel
-from ...families import choose
+from ...families import choose_family
 from ..assembled import assembled
 from ..key_sources import Along, InCaches, InPages
 from ..launches import DTYPES, LOG2_E, over
@@ -153,7 +153,7 @@ def of_few(
             "family: of few query tokens sm_90's tiles take caches of q's dtype, a batch a sequence, and no norms: "
             f"{family=} (the default, None, takes these)"
         )
-    tma = choose(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > ampere.MOST)
+    tma = choose_family(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > ampere.MOST)
     kernels, held = (hopper, _held(problem, asked)) if tma else (ampere, None)
 
     def config(split: type[Parted], result: Whole | Either) -> Any:
