@@ -75,8 +75,8 @@ HINTS_BY_NAME = {name: hints for names, *hints in ARGUMENT_HINTS for name in nam
 
 
 def suggests_argument_names(function: F) -> F:
-    """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it. A correct call pays for one more
-    Python call, and for no check."""
+    """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it. A correct call pays for one
+    more Python call, and for no check."""
 
     @functools.wraps(function)
     def call(*args, **options):

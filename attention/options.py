@@ -28,8 +28,8 @@ def check_number(name: str, value: Any) -> float | None:
 
 
 def check_positive(name: str, value: Any) -> float | None:
-    """The value as a float, or None: a softcap, or the epsilon of a norm. TypeError: it is no real number. ValueError: it is not
-    within SCALE_RANGE."""
+    """The value as a float, or None: a softcap, or the epsilon of a norm. TypeError: it is no real number. ValueError: it is
+    not within SCALE_RANGE."""
     number = check_number(name, value)
     if number is not None and not SCALE_RANGE[0] <= number <= SCALE_RANGE[1]:
         raise ValueError(f"{name}: must be positive, and finite in float32: {name}={value!r}")
@@ -37,8 +37,8 @@ def check_positive(name: str, value: Any) -> float | None:
 
 
 def split_norm(name: str, norm: Any) -> tuple[Any, Any]:
-    """(weights, bias) of a norm: (norm, None) of an RMS norm, the pair itself of a layer norm. TypeError: a tuple is no pair, or
-    has None in it."""
+    """(weights, bias) of a norm: (norm, None) of an RMS norm, the pair itself of a layer norm. TypeError: a tuple is no pair,
+    or has None in it."""
     if type(norm) is not tuple:  # an Operand is a tuple of another type
         return norm, None
     if len(norm) != 2 or any([x is None for x in norm]):
