@@ -7,7 +7,7 @@ from tiles.schema import Problem
 
 from .decode import ampere, hopper
 from .decode.caches import Dense
-from .decode.launches import TILES, DecodeOptions, Before, of_few, shared_out
+from .decode.launches import TILES, Before, DecodeOptions, of_few, shared_out
 from .decode.norms import AS_THEY_ARE, Norms
 from .hopper import MANY
 from .planning import scale_of

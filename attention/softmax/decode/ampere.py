@@ -132,7 +132,8 @@ NORMS = (RmsOfRows(True), ByRms()), (LayerOfRows(False), ByLayer())  # of querie
 
 def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense,
-    result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[Parted] = Parted, pdl: bool = False, tall: bool = False, room: int = LARGE,
+    result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[Parted] = Parted, pdl: bool = False,
+    tall: bool = False, room: int = LARGE,
     lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
