@@ -16,7 +16,7 @@ from ..call_options import OF_AUX, eight, ends_of
 from ..index_checks import Asking, indexed
 from ..planning import check_extents, functions_of, scale_of
 from ..python_functions import named
-from .launches import Asked, appended, cache_of, of_few, of_many, shared_out
+from .launches import DecodeOptions, appended, cache_of, of_few, of_many, shared_out
 from .norms import norms_of
 from .page_checks import placed
 
@@ -286,15 +286,15 @@ def _decode(
     *functions, aux = functions_of(problem, mask, score, most_keys)
     looks = indexed(problem, Asking(functions[0], functions[1], aux, causal, left, right, most_keys))
     before = before._replace(steps=[*looks, *before.steps])
-    asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
+    options = DecodeOptions(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
     norms = norms_of(problem, norm_eps)
     few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
     few = few or (several and splits is None and shared_out(problem, tokens, most_keys, left, family))
     if several and splits in (None, 1) and not few:
-        return of_many(problem, asked, before, norms, most_keys, family, out, lse)
-    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
+        return of_many(problem, options, before, norms, most_keys, family, out, lse)
+    return of_few(problem, options, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)
