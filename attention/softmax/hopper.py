@@ -224,7 +224,15 @@ def _shape(padded: int, variant: Variant) -> dict[str, Any]:
     """The shape of the tiles of a variant."""
     loaded = FETCHED if variant.prefetches_columns and not variant.uses_random else LOADED
     loaded = BROUGHT if variant.tma_bias and not variant.uses_random else loaded
-    shapes = loaded if variant.reads_score_matrix or variant.tma_bias else ROOMY if variant.uses_random else SCORED if variant.changes_scores else SHAPES
+    shapes = (
+        loaded
+        if variant.reads_score_matrix or variant.tma_bias
+        else ROOMY
+        if variant.uses_random
+        else SCORED
+        if variant.changes_scores
+        else SHAPES
+    )
     return shapes.get(padded, SHAPES[padded])
 
 
@@ -293,7 +301,12 @@ def make(config: Config):
     brought, weights = config.brought, config.weights
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
-    DEEP, PREPARES, PANELS, PANEL = variant.allows_low_scores, variant.prepares_queries, config.query.panels, rt(16, config.query.panel_cols, fp32)
+    DEEP, PREPARES, PANELS, PANEL = (
+        variant.allows_low_scores,
+        variant.prepares_queries,
+        config.query.panels,
+        rt(16, config.query.panel_cols, fp32),
+    )
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),

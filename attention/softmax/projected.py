@@ -110,11 +110,11 @@ def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
     if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
         return
     names = FORWARD.names[:-3]
-    params = {name: x.form for name, x in zip(names, arrays) if x is not None}
-    problem = FORWARD.problem(params, layout)
+    forms = {name: x.form for name, x in zip(names, arrays) if x is not None}
+    problem = FORWARD.problem(forms, layout)
     made = {name: c_ordered(*problem.made(name), problem.device) for name in ("out", "lse", "rows")}
-    asked = False, "q_norm" in params, "sink" in params
-    projected_backward.prepare({"dout": made["out"], **params, **made}, (*options[:-1], *asked, options[-1]), layout)
+    asked = False, "q_norm" in forms, "sink" in forms
+    projected_backward.prepare({"dout": made["out"], **forms, **made}, (*options[:-1], *asked, options[-1]), layout)
 
 
 @program(FORWARD, no_gradient=ONCE, meanwhile=_meanwhile)

@@ -95,8 +95,8 @@ class Read(NamedTuple):
 
 
 class Derivatives(NamedTuple):
-    """The derivatives of a score. score_and_grad(s, b, h, i, j, *aux): (the score, its derivative with respect to s). even: is that
-    derivative 1?"""
+    """The derivatives of a score. score_and_grad(s, b, h, i, j, *aux): (the score, its derivative with respect to s).
+    even: is that derivative 1?"""
 
     score_and_grad: Callable
     even: bool

@@ -417,7 +417,10 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 
-for _name in "sees_all_keys starts_at_zero positional cheap_mask fits_narrow_backward fits_folded_backward fits_wide_backward".split():
-    setattr(Both, _name, _of_both(_name, all))
-for _name in "monotonic changes_scores needs_raw_scores has_row_offset may_end_early ends_at_last_key uses_random reads_score_matrix prefetches_columns prepares_queries adds_late allows_low_scores nonlinear".split():
-    setattr(Both, _name, _of_both(_name, any))
+TRUE_OF_ALL = """sees_all_keys starts_at_zero positional cheap_mask fits_narrow_backward fits_folded_backward
+    fits_wide_backward"""
+TRUE_OF_ANY = """monotonic changes_scores needs_raw_scores has_row_offset may_end_early ends_at_last_key uses_random
+    reads_score_matrix prefetches_columns prepares_queries adds_late allows_low_scores nonlinear"""
+for _names, _fold in ((TRUE_OF_ALL, all), (TRUE_OF_ANY, any)):
+    for _name in _names.split():
+        setattr(Both, _name, _of_both(_name, _fold))

@@ -256,7 +256,9 @@ def make(config: Config):
             end, end_k = own.query + own.queries, sequences.last_key(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
-        ctx = ScoreContext(batch, group * subgroup, int32(0), int32(own.keys - own.queries), own.queries, own.keys, params, aux, 0)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), int32(own.keys - own.queries), own.queries, own.keys, params, aux, 0
+        )
         every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
         first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
         tiles, above = int32(group * every.n), sequences.first_tile(batch, params)

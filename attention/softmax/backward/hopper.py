@@ -218,7 +218,9 @@ def make(config: Config):
                 precomputed, learnt = variant.precompute(base_ctx), learns.begin(SCORES)
                 for i in range(every.n):
                     nth, then = order.nth(every.n, i), order.nth(every.n, i + 1 if i + 1 < every.n else 0)
-                    here = base_ctx._replace(row=int32(ROWS * tiling.tile(every, nth, key, ctx, group)), precomputed=precomputed)
+                    here = base_ctx._replace(
+                        row=int32(ROWS * tiling.tile(every, nth, key, ctx, group)), precomputed=precomputed
+                    )
                     coming = ROWS * tiling.tile(every, then, key, ctx, group)
                     cut = tiling.cut(every, nth)
                     s, dk, dv, learnt = step(j, s, dk, dv, learnt, cut, rings, keys, values, me, here, coming, mine, scale)

@@ -19,7 +19,7 @@ from ..base_config import BaseConfig
 from ..scores import BiasedByTile
 from ..sequences import Batched
 from ..tiling import clear_ahead, clear_behind
-from ..variants import ScoreContext, Both
+from ..variants import Both, ScoreContext
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
 from .recomputed_scores import Added

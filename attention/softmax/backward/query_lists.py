@@ -41,8 +41,8 @@ def class_of(classes, batch, head, group, tile, block):
 
 
 class Listed(Facing):
-    """A list says which tiles of queries see a block of keys: params.lists, by batch, head of keys and block. ctx.head: the first
-    of the query heads that share the head of keys."""
+    """A list says which tiles of queries see a block of keys: params.lists, by batch, head of keys and block. ctx.head: the
+    first of the query heads that share the head of keys."""
 
     @property
     def params(self) -> dict[str, Any]:

@@ -57,7 +57,12 @@ class Facing(Tiling):
         if not self.apart and key >= ctx.keys:
             n = 0
         return Tiles(
-            int32(first), int32(n), int32(left), int32(right), self.unseen_ahead(key, ctx), self.unseen_behind(key + self.kv, ctx)
+            int32(first),
+            int32(n),
+            int32(left),
+            int32(right),
+            self.unseen_ahead(key, ctx),
+            self.unseen_behind(key + self.kv, ctx),
         )
 
     @inlined

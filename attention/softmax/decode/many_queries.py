@@ -10,7 +10,7 @@ from tiles.arrays import Operand
 from tiles.program import Step
 from tiles.schema import Problem
 
-from ...families import choose
+from ...families import choose_family
 from ..assembled import VariantSpec
 from ..key_sources import Along, InCaches, InPages
 from ..launches import Shape, config_of, launch, variant_arrays
@@ -43,7 +43,7 @@ def planned(
             f"family: sm_90 takes pages of a multiple of {EIGHT} keys, and no leftpad where there are pages: "
             f"k.shape={problem.shape('k')}, {family=} (the default, None, takes them)"
         )
-    tma = choose(problem, family, problem.by_tma and parts > 0) == "sm_90"
+    tma = choose_family(problem, family, problem.by_tma and parts > 0) == "sm_90"
     config: Shape = hopper if tma else config_of(problem, spec, False, most_keys, **kind)
     if tma and paged:
         config = replace(hopper, held=InPages(parts, "left" in spec.variant.params))
@@ -52,5 +52,7 @@ def planned(
     arrays |= {"pages": problem["pages"], "page_size": problem("T")[0]} if paged else {}
     arrays |= {"batch_index": problem["batch_index"]} if isinstance(config.held, InCaches) else {}
     arrays |= {f"aux{n}": x for n, x in enumerate(aux)}
-    read = {name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params}  # q may be normalised already
+    read = {
+        name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params
+    }  # q may be normalised already
     return launch(problem, spec, config, most_keys, **arrays, **told, **spec.numbers, **read)

@@ -140,7 +140,9 @@ class ScoredRows(Scored):
 
     @inlined
     def score(self, s, ctx, key):
-        return self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux)
+        return self.function(
+            s * ctx.params.score_unit, ctx.batch, ctx.head, ctx.row, col_index(s.row_vec) + int32(key), *ctx.aux
+        )
 
 
 class MaskedRows(Masked):

@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 @static
 class Parted:
-    """The tiles of each sequence are divided evenly into params.splits parts: the same bits, whatever other sequences there are.
+    """The tiles of each sequence are divided evenly into params.splits parts: the same bits, whatever else the batch holds.
     reach: which keys are seen. kv: keys of a tile."""
 
     reach: Reach | None = None

@@ -9,7 +9,7 @@ import pytest
 from attention.softmax import hopper
 from attention.softmax.sequences import Packed
 from attention.softmax.tiling import Tiling, band_of, even
-from attention.softmax.variants import ScoreContext, Both
+from attention.softmax.variants import Both, ScoreContext
 from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
 from tiles import bf16
 
