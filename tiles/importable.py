@@ -1,6 +1,6 @@
 """What must hold before tiles, ops and attention can be imported, and what to say where it does not.
 
-It imports the standard library only, and NumPy once it has found nothing in the way. tiles imports it by name; ops and attention
+It imports the standard library, and NumPy once nothing is in the way. tiles imports it by name; ops and attention
 run it by its path (`runpy`), before anything else: what Python finds under the name `tiles` may be somebody else's, and that is
 what they have to say.
 """
