@@ -32,7 +32,7 @@ class BackwardConfig(BaseConfig):
     adds: bool = field(default=False, kw_only=True)
     learns: Unasked = field(default=UNASKED, kw_only=True)
     spans: bool = field(default=False, kw_only=True)
-    early = False  # whether it begins while the grid before it ends
+    overlaps_previous = False  # whether it begins while the grid before it ends
     piece = 16  # the bytes that addresses and strides are multiples of
     alone = False  # whether a block has all keys, and writes dQ
 

@@ -29,7 +29,7 @@ class Config(BackwardConfig):
     dq_stages: int = 2
     places: int = 1
     rounded: bool = False
-    early = True
+    overlaps_previous = True
 
     @property
     def in_order(self) -> Ordered:
