@@ -11,9 +11,9 @@ from tiles.program import Fill, Plan, program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_early_launch, has_fp8
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag, number
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
 from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import parts_of
@@ -63,7 +63,7 @@ QUANTISED = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def mla_decode(
     q: Any,
     latent: Any,
@@ -122,7 +122,13 @@ def mla_decode(
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
-    options = flag("causal", causal), parts_of(splits), number("scale", scale), flag("return_lse", return_lse), family
+    options = (
+        check_flag("causal", causal),
+        parts_of(splits),
+        check_number("scale", scale),
+        check_flag("return_lse", return_lse),
+        family,
+    )
     if (rotary is None) != (descale is None):
         name = "rotary" if rotary is None else "descale"
         raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
@@ -147,7 +153,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
     cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
     rows = problem("S")[0] * heads
-    chosen = choose(problem, family)
+    chosen = choose_family(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
         pdl, arrays["gQ"] = has_early_launch(gpu.capability), by_rows(problem["q"], heads)
@@ -177,7 +183,7 @@ def _mla_decode_fp8(
         raise problem.error("latent", wanted, "q", "latent", "rotary")
     _check_heads(problem)
     piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
-    chosen = choose(problem, family, piece == hopper.PIECE)
+    chosen = choose_family(problem, family, piece == hopper.PIECE)
     gpu, form = machine(problem.device), problem["latent"].form
     if not has_fp8(gpu.capability):
         raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")

@@ -14,8 +14,8 @@ from tiles.targets import has_early_launch, has_fp8, is_hopper
 
 from ...cache import append as appending
 from ...cache import write_kernel
-from ...families import choose
-from ..assembled import assembled
+from ...families import choose_family
+from ..assembled import build_variant
 from ..key_sources import Along, InCaches, InPages
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
@@ -100,8 +100,8 @@ def of_many(
     """The Plan with tiles of query tokens of one head, which are forward's kernels."""
     causal, left, right, softcap, scale, mask, score, aux = options
     given = "alibi" in problem, None, "sink" in problem
-    made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
-    step = many_queries.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
+    spec = build_variant(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
+    step = many_queries.planned(problem, spec, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
     return Plan([*before.steps, step], before.scratch)
 
 
@@ -155,7 +155,7 @@ def of_few(
             "family: of few query tokens sm_90's tiles take caches of q's dtype, a batch a sequence, and no norms: "
             f"{family=} (the default, None, takes these)"
         )
-    tma = choose(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > ampere.MOST)
+    tma = choose_family(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > ampere.MOST)
     kernels, held = (hopper, _held(problem, options)) if tma else (ampere, None)
 
     def config(split: type[Parted], result: FinalOutput | FinalOrPartialOutput) -> Any:
