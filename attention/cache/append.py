@@ -16,7 +16,7 @@ from tiles.schema import Problem, Schema
 from tiles.targets import has_fp8
 
 from ..names import suggests_argument_names
-from ..options import check_flag, split_norm, check_positive
+from ..options import check_flag, check_positive, split_norm
 from . import write_kernel
 
 ARRAYS = """
