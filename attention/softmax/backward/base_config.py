@@ -57,9 +57,9 @@ class BackwardConfig(BaseConfig):
         return Added(fp32) if self.adds else Written(self.dtype)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """The kernel's arguments for the variant, for sequences, for lists, for the order and for slopes."""
-        return record(**super().given.fields, **self.order.given, **self.learns.given)
+        return record(**super().params.fields, **self.order.params, **self.learns.params)
 
     @property
     def rows(self) -> int:

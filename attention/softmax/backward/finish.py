@@ -37,9 +37,9 @@ class Config:
         return self.lie(self.parts.queries)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """What the kernel is told of sequences."""
-        return record(**self.sequences.given)
+        return record(**self.sequences.params)
 
     def __str__(self):
         parts, result = self.parts, type(self.result).__name__.lower()
@@ -64,22 +64,22 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     parts, BANDS, QUERIES, result = config.parts, config.parts.bands, config.parts.queries, config.result
-    sequences, GIVEN, OUT, PDL = config.sequences, config.given, config.result.dtype, config.overlaps_previous
+    sequences, PARAMS, OUT, PDL = config.sequences, config.params, config.result.dtype, config.overlaps_previous
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
+    def finish(gSum: array(3), gDQ: array(4, OUT), params: PARAMS, blocks: INT, heads: INT, unit: FLOAT):
         """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
         if PDL:
             grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
+        block, batch, head = sequences.find(tile, pair, heads, params)
         if sequences.packed:
-            some, row = sequences.nobodys(block, batch, given)
+            some, row = sequences.nobodys(block, batch, params)
             if some:
                 for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                     parts.finish(gDQ, zeros(parts.finished), int32(0), row, head, int32(band), result)
-        if sequences.has(block, batch, given):
-            own = sequences.sequence(batch, given)
+        if sequences.has(block, batch, params):
+            own = sequences.sequence(batch, params)
             row = int32(own.query + QUERIES * block)
             if sequences.packed:
                 gDQ = truncate(gDQ, 1, own.query + own.queries)

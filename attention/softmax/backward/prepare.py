@@ -55,10 +55,10 @@ class Config:
         return self.lie(self.rows)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """What the kernel is told of sequences and of the order, and the gradient of the log-sum-exp."""
         of_lse = {"dlse": array(3)} if self.of_lse else {}
-        return record(**self.sequences.given, **self.order.given, **of_lse)
+        return record(**self.sequences.params, **self.order.params, **of_lse)
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
@@ -96,17 +96,17 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 @inlined
-def less_dlse(delta, there, spec, at, given):
+def less_dlse(delta, there, spec, at, params):
     """delta less the gradient of the log-sum-exp, vectors of type `spec`, of rows that are there and see a key. In that of
     others no score has a part, so that it may be anything."""
-    return where(there, delta - load(given.dlse, spec, at), 0.0)
+    return where(there, delta - load(params.dlse, spec, at), 0.0)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ALIGNED, PDL, OF_LSE = True if config.aligned else None, config.overlaps_previous, config.of_lse
-    ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
+    ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(BAND, 64, fp32), config.params
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
     X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts and order.clears else (PART, 0)
@@ -115,15 +115,15 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
         gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
-        given: GIVEN, blocks: INT, heads: INT,
+        params: PARAMS, blocks: INT, heads: INT,
     ):  # fmt: skip
         """Prepares a tile of queries, one of the `blocks` of a pair. O and dO are (batch, row, head, column), all other arrays
         (batch, head, row)."""
         if PDL:
             grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
-        own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)
+        block, batch, head = sequences.find(tile, pair, heads, params)
+        own, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
         if sequences.packed:
             gO, gDO = truncate(gO, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
@@ -136,11 +136,11 @@ def make(config: Config):
         lse = where(lse <= -NEVER, NEVER, lse)  # not where it is NaN
         lse = where(row_index(PART.col_vec) + row < own.queries, lse, NEVER)
         if OF_LSE:
-            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (own.batch, head, own.query + row), given)
+            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (own.batch, head, own.query + row), params)
         store(gSums, delta, (own.batch, head, int32(to + ROWS)))
         store(gSums, lse, (own.batch, head, to))
         if warp == 0:
-            order.begin(given, pair, tile)
+            order.begin(params, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
             store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 
