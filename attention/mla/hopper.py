@@ -33,7 +33,7 @@ from .shape import LATENT, ROTARY
 STAGES, CONSUMERS = 2, 2  # tiles in shared memory; warpgroups that share out the output's columns
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING, WIDENING = (56, 224), (72, 216), (104, 200)  # registers a thread of producer and consumers
-PIECE = 16  # bytes that all addresses are multiples of
+VECTOR_BYTES = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         of_rows = [(several, Rows, PartialOutput)] + [(one, Batches, FinalOutput)] * everything
         for of in (bf16, fp16)[: 1 + everything]:
             for reach, cache, result in kinds:
-                yield Config(Same(of), reach, cache, result(of, PIECE))
+                yield Config(Same(of), reach, cache, result(of, VECTOR_BYTES))
             for reach, lies, result in of_rows:
-                yield gathered(of, False, reach, Rows(PIECE), result(of, PIECE))
-                yield gathered(of, True, reach, lies(PIECE), result(of, PIECE))
+                yield gathered(of, False, reach, Rows(VECTOR_BYTES), result(of, VECTOR_BYTES))
+                yield gathered(of, True, reach, lies(VECTOR_BYTES), result(of, VECTOR_BYTES))
 
 
 def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: FinalOutput) -> Config:

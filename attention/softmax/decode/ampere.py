@@ -49,7 +49,7 @@ from .products import Narrow, NarrowByKey, Same
 from .reach import Everything, Reach
 from .results import FinalOrPartialOutput, FinalOutput, OutputTile, PackedPartialOutput, PartialOutput
 from .splits import Parted, Shares
-from .tokens import Alike, OneBehindTheOther
+from .tokens import PackedRows, UniformRows
 
 PANEL = 32  # columns of O that a warp adds up at once: a panel of float32
 
@@ -77,7 +77,7 @@ class Config:
     warps: int
     stages: int
     resident: int
-    lie: type[Alike] = Alike
+    lie: type[UniformRows] = UniformRows
     axes: tuple[int, ...] = ()
     keys_norm: AsTheyAre = AS_THEY_ARE
 
@@ -134,7 +134,7 @@ def config_for(
     head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense,
     result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[Parted] = Parted, pdl: bool = False,
     tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
+    lie: type[UniformRows] = UniformRows, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
     next for which there are kernels; the greater of the two decides the shape. tall: are there rows for more than one tile?
@@ -160,9 +160,9 @@ def config_for(
     return Config(padded, wide, product, variant, reach, cache, result, sums, split, pdl, *shape, lie, axes, keys_norm)
 
 
-def final_or_partial(of: dtype, piece: int) -> FinalOrPartialOutput:
+def final_or_partial(of: dtype, vector_bytes: int) -> FinalOrPartialOutput:
     """The output of blocks of which some read all keys of their rows, and others a part of them."""
-    return FinalOrPartialOutput(FinalOutput(of, piece), PartialOutput(of, piece))
+    return FinalOrPartialOutput(FinalOutput(of, vector_bytes), PartialOutput(of, vector_bytes))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -182,17 +182,21 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         ]
     forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * fp8
     if everything:
-        forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
+        forms += [*((Same(bf16), vector_bytes) for vector_bytes in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, pdl, tall, room)
-        for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
+        config_for(
+            dim, dim, of, plain, reach, cache(vector_bytes), result(of.wide, vector_bytes), plain, split, pdl, tall, room
+        )
+        for (of, vector_bytes), dim, (reach, cache, result, split), tall in itertools.product(
+            forms, SHAPES, kinds, (False, True)
+        )
     ]
     if fp8:  # keys that have numbers of their own
-        by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
-        dense, part = Dense(piece), PartialOutput(bf16, piece)
+        by_key, causal, vector_bytes = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
+        dense, part = Dense(vector_bytes), PartialOutput(bf16, vector_bytes)
         found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, pdl, False, room))
         for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (Dense, Paged), (False, True)):
-            lies, given = cache(piece), final_or_partial(bf16, piece)
+            lies, given = cache(vector_bytes), final_or_partial(bf16, vector_bytes)
             found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, pdl, tall, room))
     if everything:  # queries one behind the other
         kind = (
@@ -205,7 +209,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             Parted,
             pdl,
         )
-        found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
+        found += [config_for(dim, dim, *kind, tall, room, PackedRows) for dim in SHAPES for tall in (False, True)]
         read = Reach(False, True, False), Dense(PIECES[0]), final_or_partial(bf16, PIECES[0])
         for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
             if keys.slim or dim < max(SHAPES) or room > SMALL:  # but for what spills 32 bytes
@@ -238,7 +242,9 @@ def make(config: Config):
     COLUMNS, ALL_COLUMNS = config.value_dim // PARTS, config.value_dim
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     FAR = O.rows * O.cols <= 16 * 192 and not product.by_key  # are tiles looked up two ahead? There are registers for it
-    KNOWS = type(reach) is Everything and not reach.padded and config.lie is Alike  # from numbers alone, where its keys lie?
+    KNOWS = (
+        type(reach) is Everything and not reach.padded and config.lie is UniformRows
+    )  # from numbers alone, where its keys lie?
     PIPES = product.pipes(KV, STAGES, WARPS)
     GROUPS, AHEAD = 2 + len(PIPES), STAGES - 1  # groups of copies that bring a tile; tiles under way
     NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # groups that are younger than keys, or values, that are waited for
@@ -363,7 +369,7 @@ def make(config: Config):
             here = cache.look(k, gK, sequence, first, sees.end, params)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, params) if FAR else here
             numbers = product.look(pipes, cache, sequence, first, sees.end, params)
-            q.fill_pages(0, gQ, place, (out_tile.row, batch, head, 0), begin + end, None, cache.piece)
+            q.fill_pages(0, gQ, place, (out_tile.row, batch, head, 0), begin + end, None, cache.vector_bytes)
             for i in range(AHEAD):
                 key, later = int32(first + KV * i), int32(first + KV * (i + 1))
                 product.fill_keys(pipes, i, cache, numbers, sequence, key, head, sees.end, n, params)

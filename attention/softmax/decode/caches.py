@@ -14,13 +14,13 @@ TABLE = types.Array(types.int32, 2, "A")  # page numbers
 
 @static
 class Dense:
-    """Sequence n lies in batch n of an array (batch, row, head, column). piece: the number of bytes of which addresses are
-    multiples."""
+    """Sequence n lies in batch n of an array (batch, row, head, column). vector_bytes: the number of bytes of which addresses
+    are multiples."""
 
-    piece: int
+    vector_bytes: int
 
     def __str__(self):
-        return type(self).__name__.lower() + f" by {self.piece} bytes" * (self.piece != 16)
+        return type(self).__name__.lower() + f" by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Dense:
     @inlined
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, params):
         """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on."""
-        pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.piece)
+        pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.vector_bytes)
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, params):
@@ -51,7 +51,7 @@ class Dense:
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, params):
         """The same as `fill`, done by one warp: start copying rows of one head to a shared tile."""
-        copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.piece)
+        copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.vector_bytes)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, params):
@@ -75,7 +75,7 @@ class Indexed(Dense):
     @inlined
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, params):
         at = int32(params.batch_index[sequence]), key, head, 0
-        pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
+        pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.vector_bytes)
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, params):
@@ -83,7 +83,7 @@ class Indexed(Dense):
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, params):
-        copy_async(tile, truncate(source, 1, end), (int32(params.batch_index[sequence]), key, 0, col), 1, 3, self.piece)
+        copy_async(tile, truncate(source, 1, end), (int32(params.batch_index[sequence]), key, 0, col), 1, 3, self.vector_bytes)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, params):
@@ -107,7 +107,7 @@ class Paged(Dense):
 
     @inlined
     def fill(self, pipe, j, source, found, sequence, key, head, end, n, params):
-        pipe.fill_pages(j, source, found, (key, head, 0), end, n, self.piece)
+        pipe.fill_pages(j, source, found, (key, head, 0), end, n, self.vector_bytes)
 
     @inlined
     def fill_numbers(self, pipe, j, source, found, sequence, key, head, end, n, params):
@@ -119,7 +119,7 @@ class Paged(Dense):
 
     @inlined
     def copy(self, tile, source, found, sequence, key, col, end, params):
-        copy_pages(tile, source, found, (key, 0, col), end, self.piece)
+        copy_pages(tile, source, found, (key, 0, col), end, self.vector_bytes)
 
     @inlined
     def load(self, spec, source, found, sequence, key, col, end, params):

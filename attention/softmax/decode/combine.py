@@ -60,8 +60,8 @@ def make(config: Config):
     ):  # fmt: skip
         """Join the parts of one of `rows` rows of a key head, for one of `slabs` slabs of columns. See ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, slabs)
-        pair, row = divmod(every, rows)
-        number, head = divmod(pair, heads)
+        batch_head, row = divmod(every, rows)
+        number, head = divmod(batch_head, heads)
         sequence, first, of, count = split.parts(number, splits, sequences, tokens, params)
         if count > 1:
             token, member = divmod(row, group)

@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 @static
-class Alike:
+class UniformRows:
     """Each sequence has a batch, and all have the same number of tokens. band: rows of a tile."""
 
     band: int
@@ -62,7 +62,7 @@ class Alike:
         return int32(0), int32(-1)
 
 
-class OneBehindTheOther(Alike):
+class PackedRows(UniformRows):
     """All sequences lie in one batch; sequence n has the tokens from params.ends[n] to params.ends[n + 1]. Its tiles begin at
     tile ends[n] group // band + n, which leaves room for all of them; some tiles have no rows."""
 
