@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..families import kv_of, name_of
+from ..families import family_block_kv, family_name
 from ..softmax import remote_keys
 from ..softmax.key_sources import BLOCK
 from .moves import Redistribution, StridedView, made_like, strided
@@ -19,7 +19,7 @@ SUPPORTED_OPTIONS = {"causal", "scale", "deterministic", "family"}  # the option
 
 def supports_options(call: ForwardCall) -> bool:
     """Are its options those of such a call?"""
-    return call.options.keys() <= SUPPORTED_OPTIONS and name_of(call.options.get("family")) != "sm_80"
+    return call.options.keys() <= SUPPORTED_OPTIONS and family_name(call.options.get("family")) != "sm_80"
 
 
 ALIGNMENT = 16  # bytes: addresses that TMA reads are multiples of this
@@ -78,7 +78,7 @@ def build_key_layout(piece: CallPiece, own: Spans, call: ForwardCall) -> remote_
     first, second = (own + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
     return remote_keys.Seen(
-        end, *spans, bool(call.options.get("causal")), call.options.get("scale"), kv_of(call.options.get("family"))
+        end, *spans, bool(call.options.get("causal")), call.options.get("scale"), family_block_kv(call.options.get("family"))
     )
 
 

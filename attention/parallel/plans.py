@@ -14,10 +14,9 @@ import torch
 import attention
 from tiles.frameworks import describe
 
-from ..families import PartOf, kv_of
-from ..families import choose as family_of
-from ..names import what_it_is_here
-from ..options import flag
+from ..families import FamilyAndBlock, choose_family, family_block_kv
+from ..names import argument_hint
+from ..options import check_flag
 from ..softmax.forward_programs import FORWARD
 from .agreement import PLAIN_TYPES, describe_value, form_key
 from .choice import MEMORY_FRACTION, SCHEMES, MachineSpeeds, SchemeChoice, choose, estimate, min_sweeps, plan_sweeps, refusal
@@ -53,8 +52,8 @@ class ParallelPlan:
 
     def backward_call(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> ForwardCall:
         """The call whose gradients are computed: keys are cut as for `call`, and the family is the one that was asked for."""
-        kv, family = kv_of(self.family), options.get("family")
-        options = options if kv is None else options | {"family": PartOf(family, kv)}
+        kv, family = family_block_kv(self.family), options.get("family")
+        options = options if kv is None else options | {"family": FamilyAndBlock(family, kv)}
         return make_call(self.length, self.keys, q, k, v, options)
 
 
@@ -89,7 +88,7 @@ def plan_call(
     scheme, order, *lengths, memory, return_lse = settings
     length, length_k = map(parse_length, ("length", "length_k"), lengths)
     order = find_order(order)
-    flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)
     world = world_of(peers)
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v: must have k's tokens: {tuple(k.shape)=}, {tuple(v.shape)=}")
@@ -119,7 +118,7 @@ def plan_call(
         with torch.no_grad():
             kv = find_kv_block(q, k, v, total, length_k, options)
         call = call._replace(
-            options=call.options | {"family": PartOf(call.options["family"], kv) if kv else call.options["family"]}
+            options=call.options | {"family": FamilyAndBlock(call.options["family"], kv) if kv else call.options["family"]}
         )
     found, sweeps = _scheme(name, peers, call, q.shape[0], queries, keys, limit)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
@@ -153,7 +152,7 @@ def _family(q: Any, k: Any, v: Any, options: dict[str, Any]) -> str | None:
     if options.get("family") or not options.keys() <= SHARED_OUT:
         return options.get("family")
     forms = {name: describe(x.detach(), name).form for name, x in zip("qkv", (q, k, v))}
-    return family_of(FORWARD.problem(forms, "bshd"), None)
+    return choose_family(FORWARD.problem(forms, "bshd"), None)
 
 
 def _limit(memory: Any, q: Any) -> float:
@@ -172,7 +171,7 @@ def refuse(options: dict[str, Any]) -> None:
     unknown = [name for name in options if name not in inspect.signature(attention.forward).parameters or name in WRITTEN]
     if unknown:
         known = [name for name in inspect.signature(attention.forward).parameters if name not in WRITTEN]
-        hint = what_it_is_here(unknown[0], known)
+        hint = argument_hint(unknown[0], known)
         raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}{f'; {hint}' if hint else ''}")
 
 

@@ -89,12 +89,14 @@ class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
         """Not for decays of channels, nor for wide keys."""
         return _columns(k) <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
 
-    def left_by_segments(self, place: SequenceShard) -> tuple[Any, Any]:
-        return plain.left_by_segments(*self.arrays, **self._select_options(place, "decay"))
+    def segment_states(self, place: SequenceShard) -> tuple[Any, Any]:
+        return plain.segment_states(*self.arrays, **self._select_options(place, "decay"))
 
-    def going_on(self, place: SequenceShard, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, place: SequenceShard, local: Any, total: Any, state: Any) -> Any:
         q, k, v = self.arrays
-        return plain.going_on(q, k, v, local, total, initial_state=state, **self._select_options(place, "decay", "scale"))
+        return plain.outputs_from_segments(
+            q, k, v, local, total, initial_state=state, **self._select_options(place, "decay", "scale")
+        )
 
     def as_states(self, left: Any) -> Any:
         return left.transpose(-1, -2)
@@ -196,13 +198,13 @@ class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
         """Not for wide keys."""
         return _columns(B) <= SEGMENTED
 
-    def left_by_segments(self, place: SequenceShard) -> tuple[Any, Any]:
-        return mamba.left_by_segments(*self.arrays, **self._select_options(place, "dt_bias", "dt_softplus"))
+    def segment_states(self, place: SequenceShard) -> tuple[Any, Any]:
+        return mamba.segment_states(*self.arrays, **self._select_options(place, "dt_bias", "dt_softplus"))
 
-    def going_on(self, place: SequenceShard, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, place: SequenceShard, local: Any, total: Any, state: Any) -> Any:
         options = self._select_options(place, "D", "z", "dt_bias", "dt_softplus")
         x, dt, A, B, C = self.arrays
-        return mamba.going_on(x, dt, A, B, C, local, total, initial_states=state, **options)
+        return mamba.outputs_from_segments(x, dt, A, B, C, local, total, initial_states=state, **options)
 
 
 @functools.lru_cache(64)

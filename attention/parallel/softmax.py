@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..options import flag
+from ..options import check_flag
 from ..softmax.autograd import adjacent
 from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
@@ -106,7 +106,7 @@ def _call(group: Any, settings: tuple[Any, ...], explain: bool, q: Any, k: Any, 
         known = cached_plan(peers, key)
     except Exception:  # what is wrong `planned` says, so that all ranks hear of it
         key = known = None
-    if flag("explain", explain):
+    if check_flag("explain", explain):
         return (known or plans.plan_call(peers, settings, q, k, v, options)[1]).choice
     if known is None:
         known = agree_on_plan(

@@ -12,7 +12,7 @@ from tiles.arrays import Form, Number
 from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, asked
 from tiles.frameworks import describe
 
-from ..options import norm_parts, positive
+from ..options import check_positive, split_norm
 from ..softmax.block_masks import FIELDS
 from ..softmax.call_options import AUX, blocks_of, ends_of, random_of
 from ..softmax.forward_programs import VARIANTS, Seen
@@ -50,7 +50,7 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
     """How many keys a block has in the kernel by which one GPU serves the whole; None where there is none to serve. q, k, v: a
     rank's shares."""
     blocks, random = blocks_of(options.get("blocks")), random_of(options.get("dropout", 0.0), options.get("seed"))
-    norms = [x for name in ("q_norm", "k_norm") for x in norm_parts(name, options.get(name))]
+    norms = [x for name in ("q_norm", "k_norm") for x in split_norm(name, options.get(name))]
     others = dict(zip(("q_norm", "q_norm_bias", "k_norm", "k_norm_bias"), norms)) | {"seed": random.seeds}
     others |= dict(zip((*FIELDS, "lists", "marks"), blocks.arrays))
     forms = _forms(q, k, v, length, length_k, options)
@@ -59,7 +59,7 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
     if 0 in problem("BSHT"):
         return None
     mask, score = (named(name, options.get(name)) for name in ("mask", "score"))
-    cap = positive("softcap", options.get("softcap"))
+    cap = check_positive("softcap", options.get("softcap"))
     seen = Seen(bool(options.get("causal")), *ends_of(options.get("window")), cap, mask, score, *blocks.size, blocks.ready_for)
     seed = None if random.seed is None else Number(0)  # which one it is decides nothing
     more = parts_of(problem, options.get("norm_eps", 1e-6), random.dropout, seed)

@@ -11,8 +11,8 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.targets import is_hopper
 
-from ..families import needs_hopper
-from .assembled import assembled
+from ..families import require_hopper
+from .assembled import build_variant
 from .gradient import ONCE
 from .key_sources import BLOCK, Apart, Arriving
 from .launches import config_of, launch, sequences_of
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     """What calls are told. keys: how many there are. first, end, second, second_end: the two spans of them, from .. to, of
     which own_k and own_v have the rows, one span behind the other; k and v have those of all others. Spans begin and end at
     multiples of key_sources.BLOCK, or where keys end. causal, scale: as forward's. kv: how many keys a block has where one GPU
-    has all queries (families.PartOf)."""
+    has all queries (families.FamilyAndBlock)."""
 
     keys: int
     first: int
@@ -85,16 +85,16 @@ def _apart(
     kv: int | None,
 ) -> Plan:
     """How calls of this form are done."""
-    needs_hopper(problem)
+    require_hopper(problem)
     check_extents(problem)
-    made, (lie, where) = assembled(scale_of(problem, scale), causal), sequences_of(problem)
-    config = config_of(problem, made, True, keys, kv, lie=lie, axes=(), by_list=False)
+    spec, (lie, where) = build_variant(scale_of(problem, scale), causal), sequences_of(problem)
+    config = config_of(problem, spec, True, keys, kv, lie=lie, axes=(), by_list=False)
     held = Arriving if "arrived" in problem else Apart
     config = replace(config, held=held(config.key, config.value))
-    given = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
-    given |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
+    params = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
+    params |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gO": problem["out"], "gLse": problem["lse"]}
-    return Plan([launch(problem, made, config, keys, **arrays, **where, **made.numbers, **given)])
+    return Plan([launch(problem, spec, config, keys, **arrays, **where, **spec.numbers, **params)])
 
 
 _arriving = program(ARRIVING, no_gradient=ONCE)(_apart.planner)

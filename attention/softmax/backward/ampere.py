@@ -27,7 +27,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import LARGE, SMALL, capability, shared_bytes
 
-from ..variants import At, Variant
+from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig, padded_dim
 from .dq_order import LAST_FIRST, UNORDERED, Ordered, Unordered
@@ -40,7 +40,7 @@ class Config(BackwardConfig):
     a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
     and strides are multiples of. alone: does a block have all keys, and each query see one?"""
 
-    own: int
+    keys_per_warp: int
     step: int
     apart: bool
     resident: int
@@ -65,7 +65,7 @@ class Config(BackwardConfig):
     @property
     def warps(self) -> int:
         """Of a thread block."""
-        return self.kv // self.own * (2 if self.apart else 1)
+        return self.kv // self.keys_per_warp * (2 if self.apart else 1)
 
     @property
     def threads(self) -> int:
@@ -75,7 +75,7 @@ class Config(BackwardConfig):
     @property
     def learners(self) -> int:
         """How many warps of a block leave what they have learnt."""
-        return self.kv // self.own
+        return self.kv // self.keys_per_warp
 
     @property
     def parts(self) -> Held:
@@ -87,7 +87,7 @@ class Config(BackwardConfig):
         return super().__str__() + " alone" * self.alone + f", by {self.piece} bytes" * (self.piece != 16)
 
 
-Shape = tuple[int, int, int, int, bool, int]  # kv, queries, own, step, apart, resident
+Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, apart, resident
 SHAPES: dict[int, Shape] = {  # of a padded head_dim
     64: (64, 64, 16, 64, False, 2),
     128: (64, 64, 16, 64, True, 1),
@@ -113,7 +113,7 @@ def shorts(variant: Variant) -> Shorts:
 def short(head_dim: int, value_dim: int, variant: Variant, queries: int, keys: int) -> Shape | None:
     """The shape for which these kernels are faster than Hopper's, if there is one. So few queries and keys leave a warpgroup's
     products half empty, and two or three blocks of four warps hide each other's waits."""
-    shapes = [] if variant.scored else shorts(variant).get(padded_dim(head_dim, value_dim), [])
+    shapes = [] if variant.changes_scores else shorts(variant).get(padded_dim(head_dim, value_dim), [])
     return next((shape for most, most_keys, shape in shapes if queries <= most and keys <= most_keys), None)
 
 
@@ -131,7 +131,7 @@ def config_for(
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, both as the greater one. shape: see `short`. kind: see BaseConfig."""
     since_hopper = room >= LARGE
-    shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
+    shapes = SHAPES if variant.changes_scores or variant.uses_random else ROOMY if since_hopper else PLAIN
     padded = padded_dim(head_dim, value_dim)
     return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
 
@@ -152,8 +152,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.own, config.step, config.warps, config.piece
-    GIVEN, AUX, INPUT, APART, BENDS = config.given, config.aux, config.dtype, config.apart, config.variant.bends
+    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.keys_per_warp, config.step, config.warps, config.piece
+    PARAMS, AUX, INPUT, APART, BENDS = config.params, config.aux, config.dtype, config.apart, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
@@ -170,27 +170,27 @@ def make(config: Config):
     )
 
     @inlined
-    def alone(j, sums, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+    def alone(j, sums, learnt, q, do, keys, values, ds, mine, ctx, cut, key, gSums, place, scale):
         """A warp's dK and dV with tile j of queries, what it has learnt, and dS for all, some queries after the other."""
         (dk, dv), (batch, head, row) = sums, place
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         for n in range(STEPS):
-            here, its_q, its_do = at._replace(row=int32(at.row + STEP * n)), subtile(queries, STEP, n), subtile(dout, STEP, n)
+            here, its_q, its_do = ctx._replace(row=int32(ctx.row + STEP * n)), subtile(queries, STEP, n), subtile(dout, STEP, n)
             s = turned(mma_ABt(zeros(SCORES), keys, its_q))
             lse = load(gSums, S.col_vec, (batch, head, int32(row + STEP * n)), -2, -1, True)
-            s, bend = variant.bent(s, here, key)
+            s, bend = variant.score_and_grad(s, here, key)
             p = INPUT(tiling.weights(s, lse, cut, here, key, scale))
-            dv = mma_AB(dv, turned(variant.left(p)), its_do)
+            dv = mma_AB(dv, turned(variant.remove_dropped(p)), its_do)
             dp = turned(mma_ABt(zeros(SCORES), values, its_do))
             delta = load(gSums, S.col_vec, (batch, head, int32(row + ROWS + STEP * n)), -2, -1, True)
-            slope = variant.slope(fp32(p), dp, delta, here)
+            slope = variant.score_grad(fp32(p), dp, delta, here)
             learnt, slope = learns.add(learnt, slope, here, key), INPUT(slope * bend)
             store(subtile(ds, STEP, STEPS * mine + n), slope)
             dk = mma_AB(dk, turned(slope), its_q)
         return (dk, dv), learnt
 
     @inlined
-    def apart(j, sum, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+    def apart(j, sum, learnt, q, do, keys, values, ds, mine, ctx, cut, key, gSums, place, scale):
         """The same of two warps, the first of which has dV and the other dK. P goes from one to the other where dS will lie,
         and behind all dS what scores are bent by."""
         first, (batch, head, row) = warp_index() < OWNERS, place
@@ -198,17 +198,17 @@ def make(config: Config):
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         x = turned(mma_ABt(zeros(SCORES), keys if first else values, queries if first else dout))
         if first:
-            s, bend = variant.bent(x, at, key)
-            p = INPUT(tiling.weights(s, of_rows, cut, at, key, scale))
+            s, bend = variant.score_and_grad(x, ctx, key)
+            p = INPUT(tiling.weights(s, of_rows, cut, ctx, key, scale))
             store(subtile(ds, ROWS, mine), p)
             if BENDS:
                 store(subtile(ds, ROWS, OWNERS + mine), INPUT(bend))
             block.sync()
-            sum = mma_AB(sum, turned(variant.left(p)), dout)
+            sum = mma_AB(sum, turned(variant.remove_dropped(p)), dout)
         else:
             block.sync()
-            slope = variant.slope(fp32(load(subtile(ds, ROWS, mine), P)), x, of_rows, at)
-            learnt = learns.add(learnt, slope, at, key)
+            slope = variant.score_grad(fp32(load(subtile(ds, ROWS, mine), P)), x, of_rows, ctx)
+            learnt = learns.add(learnt, slope, ctx, key)
             if BENDS:
                 slope = slope * fp32(load(subtile(ds, ROWS, OWNERS + mine), P))
             slope = INPUT(slope)
@@ -229,7 +229,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: SUMS,
-        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
@@ -239,32 +239,34 @@ def make(config: Config):
         k, v, q, do, ds = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
-        number, batch, share = sequences.find_keys(number, pair, heads, KV, given)
+        number, batch, share = sequences.find_keys(number, pair, heads, KV, params)
         subgroup, span = divmod(share, spans)
-        own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_index()
+        seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
-            some, row = sequences.nobodys_keys(key, batch, KV, given)
+            some, row = sequences.nobodys_keys(key, batch, KV, params)
             if some:
                 at_keys = int32(0), int32(row + OWN * warp), share, 0
                 result.store(gDK, zeros(DK), at_keys, PIECE)
                 result.store(gDV, zeros(DV), at_keys, PIECE)
-        if not sequences.has_keys(key, batch, given):
+        if not sequences.has_keys(key, batch, params):
             return
         if not sequences.apart:  # what lies behind the ends is another's
-            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+            gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if sequences.packed:
-            end, end_k = own.query + own.queries, sequences.last_key(batch, given)
+            end, end_k = seq.offset_q + seq.seqlen_q, sequences.last_key(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
-        at = At(batch, group * subgroup, int32(0), int32(own.keys - own.queries), own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
-        first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
-        tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), int32(seq.seqlen_k - seq.seqlen_q), seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
+        every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
+        first = int32(seq.offset_q + ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
+        tiles, above = int32(group * every.n), sequences.first_tile(batch, params)
         kv_head, _ = divmod(share, shares)
-        k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        q.fill(0, gQ, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
-        do.fill(0, gDO, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
+        k.fill(0, gK, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
+        v.fill(0, gV, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
+        q.fill(0, gQ, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
+        do.fill(0, gDO, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
         every_value = v.wait(0, 2)
         every.clear(every_key, GROUPS)
@@ -274,19 +276,19 @@ def make(config: Config):
         head, i, of = int32(group * subgroup), int32(0), int32(group * divmod(pair, spans)[0])
         for j in range(tiles):
             nth = order.nth(every.n, i)
-            tile = tiling.tile(every, nth, key, at, group)
-            stands = at._replace(head=head, row=int32(ROWS * tile))
-            here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
-            place, cut = (own.batch, head, int32(2 * ROWS * to)), tiling.cut(every, nth)
+            tile = tiling.tile(every, nth, key, ctx, group)
+            base_ctx = ctx._replace(head=head, row=int32(ROWS * tile))
+            here, to = base_ctx._replace(precomputed=variant.precompute(base_ctx)), int32(above + tile)
+            place, cut = (seq.batch, head, int32(2 * ROWS * to)), tiling.cut(every, nth)
             sums, learnt = step(j, sums, learnt, q, do, keys, values, ds, mine, here, cut, own_key, gSums, place, scale)
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
-            row = first if last else int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, at, group))
-            later = own.batch, row, int32(head + 1) if last else head, 0
+            row = first if last else int32(seq.offset_q + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, ctx, group))
+            later = seq.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
-            behind = order.behind(tiling, number, tile, at, group)
-            order.take(given, of, to, 0, behind)
+            behind = order.behind(tiling, number, tile, ctx, group)
+            order.take(params, of, to, 0, behind)
             if APART:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
@@ -295,19 +297,19 @@ def make(config: Config):
             else:
                 for n in range(EACH):
                     add(int32(warp + WARPS * n), every_key, ds, gSum, of, to, unit)
-            order.give(given, of, to, 0, behind)
+            order.give(params, of, to, 0, behind)
             if last:
                 if not APART or warp >= OWNERS:
-                    learns.give(learnt, given, here, int32(OWNERS * line + mine))
+                    learns.give(learnt, params, here, int32(OWNERS * line + mine))
                 learnt = learns.begin(SCORES)
             head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
-        row = own.key + own_key
+        row = seq.offset_k + own_key
         if not APART:
-            result.store(gDK, sums[0] * unit, (own.batch, row, share, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], at), (own.batch, row, share, 0), PIECE)
+            result.store(gDK, sums[0] * unit, (seq.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], ctx), (seq.batch, row, share, 0), PIECE)
         elif warp >= OWNERS:
-            result.store(gDK, sums * unit, (own.batch, row, share, 0), PIECE)
+            result.store(gDK, sums * unit, (seq.batch, row, share, 0), PIECE)
         else:
-            result.store(gDV, variant.output(sums, at), (own.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums, ctx), (seq.batch, row, share, 0), PIECE)
 
     return attend, smem

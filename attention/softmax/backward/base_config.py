@@ -32,7 +32,7 @@ class BackwardConfig(BaseConfig):
     adds: bool = field(default=False, kw_only=True)
     learns: Unasked = field(default=UNASKED, kw_only=True)
     spans: bool = field(default=False, kw_only=True)
-    early = False  # whether it begins while the grid before it ends
+    overlaps_previous = False  # whether it begins while the grid before it ends
     piece = 16  # the bytes that addresses and strides are multiples of
     alone = False  # whether a block has all keys, and writes dQ
 
@@ -57,9 +57,9 @@ class BackwardConfig(BaseConfig):
         return Added(fp32) if self.adds else Written(self.dtype)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """The kernel's arguments for the variant, for sequences, for lists, for the order and for slopes."""
-        return record(**super().given.fields, **self.order.given, **self.learns.given)
+        return record(**super().params.fields, **self.order.params, **self.learns.params)
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..scores import Biased
-from ..variants import At
+from ..variants import ScoreContext
 from . import recomputed_scores
 from .dq_parts import BAND
 from .results import of_sums
@@ -44,7 +44,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, KV, ONE_ROW, INPUT, GIVEN, AUX = config.rows, config.kv, config.one_row, config.dtype, config.given, config.aux
+    ROWS, KV, ONE_ROW, INPUT, PARAMS, AUX = config.rows, config.kv, config.one_row, config.dtype, config.params, config.aux
     scores, sequences, result = recomputed_scores.recomputed(config), config.sequences, of_sums(config.adds)
     S = scores.tile
     smem = shared(**recomputed_scores.room(config), sums=sv(KV * config.warps, fp32))
@@ -52,7 +52,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gDBias: array(4),
-        given: GIVEN, aux: AUX, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT, heads: INT, tiles: INT, group: INT,
+        params: PARAMS, aux: AUX, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT, heads: INT, tiles: INT, group: INT,
         scale: FLOAT,
     ):  # fmt: skip
         """A tile of dBias, which has `own_heads` heads and `own_tiles` tiles of queries; `batches`, `heads` and `tiles` share
@@ -66,11 +66,11 @@ def make(config: Config):
             pair, tile = divmod(int32(m), tiles)
             batch, head = divmod(pair, heads)
             batch, head, tile = int32(own_batch + batch), int32(own_head + head), int32(own_tile + tile)
-            own = sequences.sequence(batch, given)
-            at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-            if scores.seen(tile, number, at):
+            seq = sequences.sequence(batch, params)
+            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+            if scores.seen(tile, number, ctx):
                 arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
-                w, _, _, _ = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
+                w, _, _, _ = scores.weighted(n, tile, number, ctx, seq, group, rooms, arrays, gSums, scale)
                 total, n = total + w, int32(n + 1)
                 block.sync()
         key, warp = int32(KV * number), int32(cuda.threadIdx.x // LANES)

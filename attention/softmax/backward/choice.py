@@ -8,8 +8,8 @@ from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.schema import Problem
 
-from ...families import PartOf, choose, name_of
-from ..assembled import Assembled
+from ...families import FamilyAndBlock, choose_family, family_name
+from ..assembled import VariantSpec
 from ..launches import DTYPES, in_tiles, sequences_of
 from ..prepared_lists import Listing
 from ..sequences import Batched
@@ -31,29 +31,29 @@ class Choice(NamedTuple):
 
 def chosen(
     problem: Problem,
-    made: Assembled,
+    spec: VariantSpec,
     ordered: bool,
-    family: str | PartOf | None,
+    family: str | FamilyAndBlock | None,
     aux: Sequence[Operand],
     listing: Listing | None,
     reads: Mapping[str, Sequence[Added]],
 ) -> Choice:
     """The Choice for an assembled variant: see launches.planned."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
-    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], made.variant
+    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
     adds = problem.schema.arguments["dq"].role == "updated"
-    tma = choose(problem, family) == "sm_90"
-    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or variant.draws)
+    tma = choose_family(problem, family) == "sm_90"
+    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or variant.uses_random)
     shape = None
     if plain and not reads:
         if hopper_wide.serves(head_dim, variant, value_dim):
             return Choice(hopper_wide, hopper_wide.config_for(head_dim, dtype, variant, value_dim), True)
-        if not (ordered or name_of(family)):  # in order parts of sequences give the bits of the whole, which may be long
+        if not (ordered or family_name(family)):  # in order parts of sequences give the bits of the whole, which may be long
             shape = ampere.short(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
     by_list = listing is not None and lie is Batched
     alike = lie is Batched and not by_list and each_sees(variant, q_len, kv_len)
-    few, block = FEW.get(head_dim, 0) if plain and variant.rising else 0, hopper.block_of(head_dim, value_dim)
+    few, block = FEW.get(head_dim, 0) if plain and variant.monotonic else 0, hopper.block_of(head_dim, value_dim)
     in_order: dict[str, Any] = {"ordered": ordered, "stores": tma and alike and (ordered or kv_len <= max(few, block))}
     learns = slopes.UNASKED
     if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, lie)):
@@ -75,4 +75,4 @@ def each_sees(variant: Variant, queries: int, keys: int) -> bool:
     """Does each query see the first key? Then the first block of keys that has a part of a tile of queries can store it, so
     that nobody clears the sums: in order; where later queries see more and keys are few (dq_order.Heading); or where a block
     has all keys, and may even write dQ."""
-    return variant.from_first and (variant.everything or (variant.within and queries <= keys))
+    return variant.starts_at_zero and (variant.sees_all_keys or (variant.ends_at_last_key and queries <= keys))

@@ -22,7 +22,7 @@ class Unordered:
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
 
@@ -56,16 +56,16 @@ class Unordered:
         return head, tile
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
+    def behind(self, tiling, block, tile, ctx, group):
         """How many blocks add to a tile of queries before this block of keys does."""
-        return tiling.before(block, tile, at, group)
+        return tiling.before(block, tile, ctx, group)
 
     @inlined
-    def begin(self, given, pair, tile):
+    def begin(self, params, pair, tile):
         """Prepare a tile of queries, before any block adds to it; done by one warp."""
 
     @inlined
-    def take(self, given, pair, tile, line, behind):
+    def take(self, params, pair, tile, line, behind):
         """Wait until a warp may add its parts to a tile of queries of a pair of head and batch: until `behind` blocks have
         added."""
 
@@ -75,7 +75,7 @@ class Unordered:
         tma_add(sums, at, part)
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
+    def give(self, params, pair, tile, line, behind):
         """Say that the warp has added its parts to the tile."""
 
 
@@ -86,7 +86,7 @@ class Turns(Unordered):
     may be divided into several `lines`, which are added to in order, each without waiting for the others. stores: the first
     block stores its parts, so nothing is cleared; this is for tiles that all see some key.
 
-    given.turns: how many warps have added to a tile, (pair of head and batch, line).
+    params.turns: how many warps have added to a tile, (pair of head and batch, line).
 
     A warp counts when its bulk copies are done, which means not that they have been read, but that they have come to the L2,
     where the next ones are added. So the count behind an addition need not be a release. But a *store* must also be ordered
@@ -100,7 +100,7 @@ class Turns(Unordered):
     stores: bool = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"turns": TURNS}
 
     @property
@@ -108,13 +108,13 @@ class Turns(Unordered):
         return not self.stores
 
     @inlined
-    def begin(self, given, pair, tile):
+    def begin(self, params, pair, tile):
         for line in range(self.lines):
-            given.turns[pair, self.lines * tile + line] = int32(0)
+            params.turns[pair, self.lines * tile + line] = int32(0)
 
     @inlined
-    def take(self, given, pair, tile, line, behind):
-        wait_count(given.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
+    def take(self, params, pair, tile, line, behind):
+        wait_count(params.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
 
     @inlined
     def add(self, sums, at, part, behind):
@@ -127,14 +127,14 @@ class Turns(Unordered):
             tma_add(sums, at, part)
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
+    def give(self, params, pair, tile, line, behind):
         turn = pair, int32(self.lines * tile + line)
         if self.in_bulk:
             stores_done()
         if self.in_bulk and not (self.stores and behind == 0):
-            count_stored(given.turns, turn)
+            count_stored(params.turns, turn)
         else:
-            count_up(given.turns, turn)
+            count_up(params.turns, turn)
 
 
 @static
@@ -199,11 +199,11 @@ class Snaking(Ordered):
         return int32(block), pair
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
+    def behind(self, tiling, block, tile, ctx, group):
         """See Unordered: of a group from its last keys on, those that come after this block and that the tile sees, too."""
         if block % (2 * GROUP) < GROUP:
             first = block - block % GROUP
-            return int32(first + min(first + GROUP, tiling.end(tile, at)) - 1 - block)
+            return int32(first + min(first + GROUP, tiling.end(tile, ctx)) - 1 - block)
         else:
             return int32(block)
 
@@ -224,16 +224,16 @@ class Heading(Turns):
         return int32(blocks - 1 - block), pair
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
+    def behind(self, tiling, block, tile, ctx, group):
         """See Unordered: 0 of those that store, else 1."""
-        return int32(block + 1 < tiling.end(tile, at))
+        return int32(block + 1 < tiling.end(tile, ctx))
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
+    def give(self, params, pair, tile, line, behind):
         """See Unordered. Nobody waits for what is added, only for what is stored."""
         if behind == 0:
             stores_done()
-            count_up(given.turns, (pair, int32(self.lines * tile + line)))
+            count_up(params.turns, (pair, int32(self.lines * tile + line)))
 
 
 @static

@@ -20,7 +20,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..scores import Sloped
-from ..variants import At
+from ..variants import ScoreContext
 from . import recomputed_scores
 from .results import of_sums
 
@@ -33,16 +33,16 @@ SHARED_BY = 4  # the most thread blocks that share a multiprocessor
 @functools.cache
 def make(config: recomputed_scores.Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, AUX, WARPS, PACKED = config.dtype, config.given, config.aux, config.warps, config.sequences.packed
+    INPUT, PARAMS, AUX, WARPS, PACKED = config.dtype, config.params, config.aux, config.warps, config.sequences.packed
     scores, sequences, read = recomputed_scores.recomputed(config), config.sequences, config.read
     S = scores.tile
     smem = shared(**recomputed_scores.room(config))
 
     @inlined
-    def added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale):
+    def added(n, tile, number, ctx, seq, group, rooms, arrays, gSums, gFound, mine, scale):
         """Add up a tile of scores, of a tile of queries and a block of keys. Returns how many tiles the block has gone
         through."""
-        w, i, j, here = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
+        w, i, j, here = scores.weighted(n, tile, number, ctx, seq, group, rooms, arrays, gSums, scale)
         place = zeros(S) + read.place(i, j, here)
         counts = (place >= 0.0) & (w != 0.0)
         least, most = tile_min(where(counts, place, NOWHERE)), tile_max(where(counts, place, -1.0))
@@ -58,7 +58,7 @@ def make(config: recomputed_scores.Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def elements(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gFound: array(2),
-        given: GIVEN, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
+        params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Add up the tiles of this thread block (its number, and every gridDim-th after that) in its warps' rows of sums, from
         row `first` on. A pair of head and batch has `tiles` tiles of queries (of packed sequences a head has those of all), and
@@ -72,17 +72,17 @@ def make(config: recomputed_scores.Config):
         for m in range(cuda.blockIdx.x, batches * heads * tiles * blocks, cuda.gridDim.x):
             rest, number = divmod(int32(m), blocks)
             pair, tile = divmod(rest, tiles)
-            tile, batch, head = sequences.find(tile, pair, heads, given)
-            own = sequences.sequence(batch, given)
-            at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+            tile, batch, head = sequences.find(tile, pair, heads, params)
+            seq = sequences.sequence(batch, params)
+            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
-                if sequences.has(tile, batch, given):
-                    every = scores.tiling.key_blocks(scores.rows * tile, at)
-                    for seen in range(int32(every.first + number), int32(every.first + every.n), blocks):
-                        n = added(n, tile, int32(seen), at, own, group, rooms, arrays, gSums, gFound, mine, scale)
-            elif scores.seen(tile, number, at):
-                n = added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale)
+                if sequences.has(tile, batch, params):
+                    kv_blocks = scores.tiling.key_blocks(scores.rows * tile, ctx)
+                    for seen in range(int32(kv_blocks.first + number), int32(kv_blocks.first + kv_blocks.n), blocks):
+                        n = added(n, tile, int32(seen), ctx, seq, group, rooms, arrays, gSums, gFound, mine, scale)
+            elif scores.seen(tile, number, ctx):
+                n = added(n, tile, number, ctx, seq, group, rooms, arrays, gSums, gFound, mine, scale)
 
     return elements, smem
 

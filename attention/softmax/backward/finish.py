@@ -28,7 +28,7 @@ class Config:
     parts: ByRows
     result: Written
     lie: type[Batched] = field(default=Batched, kw_only=True)
-    early: bool = field(default=False, kw_only=True)
+    overlaps_previous: bool = field(default=False, kw_only=True)
     threads = LANES * WARPS
 
     @property
@@ -37,21 +37,21 @@ class Config:
         return self.lie(self.parts.queries)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """What the kernel is told of sequences."""
-        return record(**self.sequences.given)
+        return record(**self.sequences.params)
 
     def __str__(self):
         parts, result = self.parts, type(self.result).__name__.lower()
         return (
             f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
-            + " early" * self.early
+            + " PDL" * self.overlaps_previous
         )
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """The configuration that finishes what this kernel began."""
-    return Config(config.parts, config.result, lie=config.lie, early=config.early)
+    return Config(config.parts, config.result, lie=config.lie, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -64,27 +64,27 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     parts, BANDS, QUERIES, result = config.parts, config.parts.bands, config.parts.queries, config.result
-    sequences, GIVEN, OUT, EARLY = config.sequences, config.given, config.result.dtype, config.early
+    sequences, PARAMS, OUT, PDL = config.sequences, config.params, config.result.dtype, config.overlaps_previous
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
+    def finish(gSum: array(3), gDQ: array(4, OUT), params: PARAMS, blocks: INT, heads: INT, unit: FLOAT):
         """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
-        if EARLY:
+        if PDL:
             grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
+        block, batch, head = sequences.find(tile, pair, heads, params)
         if sequences.packed:
-            some, row = sequences.nobodys(block, batch, given)
+            some, row = sequences.nobodys(block, batch, params)
             if some:
                 for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                     parts.finish(gDQ, zeros(parts.finished), int32(0), row, head, int32(band), result)
-        if sequences.has(block, batch, given):
-            own = sequences.sequence(batch, given)
-            row = int32(own.query + QUERIES * block)
+        if sequences.has(block, batch, params):
+            seq = sequences.sequence(batch, params)
+            row = int32(seq.offset_q + QUERIES * block)
             if sequences.packed:
-                gDQ = truncate(gDQ, 1, own.query + own.queries)
+                gDQ = truncate(gDQ, 1, seq.offset_q + seq.seqlen_q)
             for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                 x = parts.load(gSum, pair, tile, int32(band)) * unit
-                parts.finish(gDQ, x, own.batch, row, head, int32(band), result)
+                parts.finish(gDQ, x, seq.batch, row, head, int32(band), result)
 
     return finish, None

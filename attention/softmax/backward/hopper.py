@@ -20,7 +20,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import sequences, variants
-from ..variants import At
+from ..variants import ScoreContext
 from ..visible_keys import CAUSAL, FULL
 from . import hopper_pipeline
 from .base_config import padded_dim
@@ -52,8 +52,8 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
     padded = padded_dim(head_dim, value_dim)
-    shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
-    if variant.brings and padded == 64:  # there is room for no more
+    shape = SHAPES[padded] | ({"rounded": True} if variant.changes_scores or variant.uses_random else {})
+    if variant.tma_bias and padded == 64:  # there is room for no more
         shape = shape | {"ds_stages": 1}
     if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
         shape = shape | {"rounded": False}
@@ -82,10 +82,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
+    PARAMS, AUX, INPUT, ROUNDED = config.params, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     brought, order, learns, result, OUT = config.brought, config.order, config.learns, config.result, config.result.dtype
-    SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
+    SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.nonlinear, int(config.sequences.packed)
     BEND = fp32 if config.exact else INPUT
     FENCED = SHARE == 1  # does each consumer publish dS itself?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
@@ -112,25 +112,25 @@ def make(config: Config):
         return queries
 
     @inlined
-    def step(j, s, dk, dv, learnt, cut, rings, keys, values, me, at, coming, key, scale):
+    def step(j, s, dk, dv, learnt, cut, rings, keys, values, me, ctx, coming, key, scale):
         """(the scores of the next tile of queries, which begins with query `coming`; dK, dV and the slopes' sum) after tile j,
         whose scores are s."""
         k, q, do, ds, dq, sums, bias = rings
-        dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
-        at = brought.by_keys(bias, j, at, me // SHARE)
+        dp = warpgroup.mm_ABt(values, whole(do.wait(j), ctx.seqlen_q - ctx.row))
+        ctx = brought.by_keys(bias, j, ctx, me // SHARE)
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
-        s, bend = variant.bent(s, at, key)
+        s, bend = variant.score_and_grad(s, ctx, key)
         if BENDS:
             bend = BEND(bend)
-        p = tiling.weights(s, lse, cut, at, key, scale)
+        p = tiling.weights(s, lse, cut, ctx, key, scale)
         weights = INPUT(turned(p))
-        dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))
+        dv = warpgroup.mma_AB(dv, variant.remove_dropped(weights), columns(do.wait(j), V_COLS, me % SHARE))
         dp = turned(warpgroup.wait(dp, newer=1))
         if ROUNDED:
             p = fp32(turned(weights))
-        slope = variant.slope(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), at)
-        learnt = learns.add(learnt, slope, at, key)
+        slope = variant.score_grad(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), ctx)
+        learnt = learns.add(learnt, slope, ctx, key)
         if BENDS:
             slope = slope * fp32(bend)
         slope = INPUT(turned(slope))
@@ -155,7 +155,7 @@ def make(config: Config):
             do.release(j)
             every = ds.wait(j)
         part = parts.product(LAST + me, every, k.wait(0))
-        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), at.queries - coming))
+        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), ctx.seqlen_q - coming))
         part = warpgroup.wait(part, newer=1)
         ds.release(j)
         dk = warpgroup.wait(dk, newer=1)
@@ -167,7 +167,7 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
@@ -179,58 +179,62 @@ def make(config: Config):
         me = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
-        block, batch, share = sequences.find_keys(block, pair, heads, KV, given)
+        block, batch, share = sequences.find_keys(block, pair, heads, KV, params)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and me < CONSUMERS:
-            some, row = sequences.nobodys_keys(key, batch, KV, given)
+            some, row = sequences.nobodys_keys(key, batch, KV, params)
             if some:
                 at_keys = int32(0), int32(row + EACH * (me // SHARE)), share
                 result.store_four(gDK, zeros(DK), (*at_keys, K_COLS * (me % SHARE)))
                 result.store_four(gDV, zeros(DV), (*at_keys, V_COLS * (me % SHARE)))
-        if not sequences.has_keys(key, batch, given):
+        if not sequences.has_keys(key, batch, params):
             return
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
-        above = sequences.first_tile(batch, given)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
+        every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
+        above = sequences.first_tile(batch, params)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, above)
+                bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, above)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, above)
+                send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
-            sequences.clear(keys, own.keys - key, CONSUMERS)
-            sequences.clear(values, own.keys - key, CONSUMERS)
+            sequences.clear(keys, seq.seqlen_k - key, CONSUMERS)
+            sequences.clear(values, seq.seqlen_k - key, CONSUMERS)
             every.clear(keys, CONSUMERS)
             every.clear(values, CONSUMERS)
             keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums, bias
-            queries = whole(q.wait(0), own.queries - ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
+            queries = whole(q.wait(0), seq.seqlen_q - ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
-                stands = at._replace(head=int32(group * subgroup + h))
-                kept, learnt = variant.keep(stands), learns.begin(SCORES)
+                base_ctx = ctx._replace(head=int32(group * subgroup + h))
+                precomputed, learnt = variant.precompute(base_ctx), learns.begin(SCORES)
                 for i in range(every.n):
                     nth, then = order.nth(every.n, i), order.nth(every.n, i + 1 if i + 1 < every.n else 0)
-                    here = stands._replace(row=int32(ROWS * tiling.tile(every, nth, key, at, group)), kept=kept)
-                    coming = ROWS * tiling.tile(every, then, key, at, group)
+                    here = base_ctx._replace(
+                        row=int32(ROWS * tiling.tile(every, nth, key, ctx, group)), precomputed=precomputed
+                    )
+                    coming = ROWS * tiling.tile(every, then, key, ctx, group)
                     cut = tiling.cut(every, nth)
                     s, dk, dv, learnt = step(j, s, dk, dv, learnt, cut, rings, keys, values, me, here, coming, mine, scale)
                     j = int32(j + 1)
-                learns.give(learnt, given, stands, int32(LEARNERS * line + warpgroup.WARPGROUP * me + warpgroup.rank()))
+                learns.give(learnt, params, base_ctx, int32(LEARNERS * line + warpgroup.WARPGROUP * me + warpgroup.rank()))
             if j > 0:
                 dq.publish(PARTS * (j - 1) + LAST + me)
-            row = own.key + key + EACH * (me // SHARE)
+            row = seq.offset_k + key + EACH * (me // SHARE)
             if sequences.packed:
-                end = sequences.last_key(batch, given)
+                end = sequences.last_key(batch, params)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            result.store_four(gDK, dk * unit, (own.batch, row, share, K_COLS * (me % SHARE)))
-            result.store_four(gDV, variant.output(dv, at), (own.batch, row, share, V_COLS * (me % SHARE)))
+            result.store_four(gDK, dk * unit, (seq.batch, row, share, K_COLS * (me % SHARE)))
+            result.store_four(gDV, variant.output(dv, ctx), (seq.batch, row, share, V_COLS * (me % SHARE)))
 
     return attend, smem

@@ -18,8 +18,8 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from ..base_config import BaseConfig
 from ..scores import BiasedByTile
 from ..sequences import Batched
-from ..tiling import clear_ahead, clear_behind
-from ..variants import At, Both
+from ..tiling import zero_first_keys, zero_last_keys
+from ..variants import Both, ScoreContext
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
 from .recomputed_scores import Added
@@ -51,8 +51,8 @@ class Config(BaseConfig):
 def serves(main: BackwardConfig, read: Added) -> bool:
     """Does this kernel serve the gradient of the bias that `read` reads, if this is the main kernel's configuration?"""
     variant = main.variant
-    plain = main.lie is Batched and not (main.by_list or main.axes or variant.draws)
-    return variant.brings is not None and main.head_dim in KV and plain and read.both is None
+    plain = main.lie is Batched and not (main.by_list or main.axes or variant.uses_random)
+    return variant.tma_bias is not None and main.head_dim in KV and plain and read.both is None
 
 
 def config_for(main: BackwardConfig) -> Config:
@@ -73,7 +73,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, COLS, EACH, OTHERS = config.rows, config.kv, warpgroup.ROWS, config.others
-    GIVEN, AUX, variant, tiling, brought = config.given, config.aux, config.variant, config.tiling, config.brought
+    PARAMS, AUX, variant, tiling, brought = config.params, config.aux, config.variant, config.tiling, config.brought
     sequences, result, (keep, claim) = config.sequences, of_sums(config.adds), REGISTERS
     S, readers = rt(16, COLS, fp32), CONSUMERS * warpgroup.WARPGROUP
     DOUT = st(ROWS, config.value_dim, config.dtype)
@@ -86,36 +86,36 @@ def make(config: Config):
     )
 
     @inlined
-    def place(m, own_heads, own_tiles, blocks, given, aux):
+    def place(m, own_heads, own_tiles, blocks, params, aux):
         """(the At of the m-th tile's first query and head, its first key, do its queries see any of its keys, must scores be
         masked?)"""
         rest, number = divmod(int32(m), blocks)
         rest, tile = divmod(rest, own_tiles)
         batch, head = divmod(rest, own_heads)
-        own, row, key = sequences.sequence(batch, given), int32(ROWS * tile), int32(COLS * number)
-        at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        seen = variant.keys(row, row + ROWS - 1, at)
+        seq, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
+        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+        seen = variant.key_range(row, row + ROWS - 1, ctx)
         cut = key < seen.inner_first or key + COLS > seen.inner_end
-        return at, key, seen.first < key + COLS and key < seen.end, cut
+        return ctx, key, seen.first < key + COLS and key < seen.end, cut
 
     @inlined
-    def slope(n, tile, rings, gSums, at, key, cut, me, scale):
+    def slope(n, tile, rings, gSums, ctx, key, cut, me, scale):
         """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
         values = v.wait(n)
-        clear_ahead(values, tiling.unseen_ahead(key, at), CONSUMERS)
-        clear_behind(values, tiling.unseen_behind(key + COLS, at), CONSUMERS)
+        zero_first_keys(values, tiling.unseen_ahead(key, ctx), CONSUMERS)
+        zero_last_keys(values, tiling.unseen_behind(key + COLS, ctx), CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), values)
-        numbers = int32(2 * OTHERS * (at.row // OTHERS) + at.row % OTHERS)
-        lse = load(gSums, S.col_vec, (at.batch, at.head, numbers))
-        delta = load(gSums, S.col_vec, (at.batch, at.head, int32(numbers + OTHERS)))
-        at = brought.own_rows(tile, at._replace(kept=variant.keep(at)), me)
+        numbers = int32(2 * OTHERS * (ctx.row // OTHERS) + ctx.row % OTHERS)
+        lse = load(gSums, S.col_vec, (ctx.batch, ctx.head, numbers))
+        delta = load(gSums, S.col_vec, (ctx.batch, ctx.head, int32(numbers + OTHERS)))
+        ctx = brought.own_rows(tile, ctx._replace(precomputed=variant.precompute(ctx)), me)
         s = warpgroup.wait(s, newer=1)
         q.release(n)
         k.release(n)
-        s, _ = variant.bent(s, at, key)
-        p = tiling.weights(s, lse, cut, at, key, scale)
+        s, _ = variant.score_and_grad(s, ctx, key)
+        p = tiling.weights(s, lse, cut, ctx, key, scale)
         dp = warpgroup.wait(dp)
         do.release(n)
         v.release(n)
@@ -124,7 +124,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value), gDO: tiled(DOUT), gSums: array(3),
-        gDBias: array(4), given: GIVEN, aux: AUX, every: INT, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT,
+        gDBias: array(4), params: PARAMS, aux: AUX, every: INT, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT,
         heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A share of `every` tile of dBias, which has `own_heads` heads, `own_tiles` tiles of queries and `blocks` of keys;
@@ -136,15 +136,15 @@ def make(config: Config):
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             for m in range(cuda.blockIdx.x, every, cuda.gridDim.x):
-                at, key, seen, _ = place(m, own_heads, own_tiles, blocks, given, aux)
+                ctx, key, seen, _ = place(m, own_heads, own_tiles, blocks, params, aux)
                 if seen:
-                    brought.fill(tiles, t, given, (at.batch, at.head, at.row, key // COLS))
+                    brought.fill(tiles, t, params, (ctx.batch, ctx.head, ctx.row, key // COLS))
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
-                        batch, head = int32(at.batch + batch), int32(at.head + head)
-                        q.fill(n, gQ, (batch, at.row // ROWS, head))
+                        batch, head = int32(ctx.batch + batch), int32(ctx.head + head)
+                        q.fill(n, gQ, (batch, ctx.row // ROWS, head))
                         k.fill(n, gK, (batch, key // COLS, head // group))
-                        do.fill(n, gDO, (batch, at.row // ROWS, head))
+                        do.fill(n, gDO, (batch, ctx.row // ROWS, head))
                         v.fill(n, gV, (batch, key // COLS, head // group))
                         n = int32(n + 1)
                     t = int32(t + 1)
@@ -152,17 +152,17 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             rings = q, k, v, do
             for m in range(cuda.blockIdx.x, every, cuda.gridDim.x):
-                at, key, seen, cut = place(m, own_heads, own_tiles, blocks, given, aux)
-                mine, total = int32(at.row + EACH * me + S.rows * warpgroup.rank()), zeros(S)
+                ctx, key, seen, cut = place(m, own_heads, own_tiles, blocks, params, aux)
+                mine, total = int32(ctx.row + EACH * me + S.rows * warpgroup.rank()), zeros(S)
                 if seen:
                     tile = tiles.wait(t)
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
-                        here = at._replace(batch=int32(at.batch + batch), head=int32(at.head + head), row=mine)
+                        here = ctx._replace(batch=int32(ctx.batch + batch), head=int32(ctx.head + head), row=mine)
                         total = total + slope(n, tile, rings, gSums, here, key, cut, me, scale)
                         n = int32(n + 1)
                     brought.give_back(tiles, t)
                     t = int32(t + 1)
-                result.store_sums(gDBias, total, (at.batch, at.head, mine, key))
+                result.store_sums(gDBias, total, (ctx.batch, ctx.head, mine, key))
 
     return biased, smem

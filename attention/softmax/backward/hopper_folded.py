@@ -19,7 +19,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import variants
-from ..variants import At
+from ..variants import ScoreContext
 from ..visible_keys import CAUSAL, FULL
 from . import hopper, hopper_pipeline
 from .hopper_pipeline import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
@@ -37,7 +37,7 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.folds
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_folded_backward
 
 
 @functools.lru_cache(1024)
@@ -57,7 +57,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, order, brought = config.given, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     keep, claim = REGISTERS
@@ -65,12 +65,12 @@ def make(config: Config):
     bring, send, following = hopper_pipeline.bringing(config), hopper_pipeline.sending(config), hopper_pipeline.going(config)
 
     @inlined
-    def weighed(j, s, cut, rings, me, at, key, scale):
+    def weighed(j, s, cut, rings, me, ctx, key, scale):
         """The weights of tile j, whose scores are s."""
         q, do, ds, dq, sums, bias = rings
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
-        s, _ = variant.bent(turned(s), at, key)
-        return tiling.weights(s, lse, cut, at, key, scale)
+        s, _ = variant.score_and_grad(turned(s), ctx, key)
+        return tiling.weights(s, lse, cut, ctx, key, scale)
 
     @inlined
     def sloped(j, p, dv, values, rings, me):
@@ -97,7 +97,7 @@ def make(config: Config):
         """The step from one tile of queries to the next. Every step but the first (`later`) also computes a part of dQ."""
 
         @inlined
-        def step(j, slope, dk, dv, cut, rings, blocks, me, at, key, scale):
+        def step(j, slope, dk, dv, cut, rings, blocks, me, ctx, key, scale):
             q, do, ds, dq, sums, bias = rings
             keys, values, every_key = blocks
             s = warpgroup.mm_ABt(keys, q.wait(j + 1))
@@ -106,7 +106,7 @@ def make(config: Config):
                 part = parts.product(me, ds.wait(j - 1), every_key.wait(0))
             s = warpgroup.wait(s, newer=2 if later else 1)
             mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # computed anew, to save registers
-            p = weighed(j + 1, s, cut, rings, me, at, mine, scale)
+            p = weighed(j + 1, s, cut, rings, me, ctx, mine, scale)
             if later:
                 part = warpgroup.wait(part)
             dk = warpgroup.wait(dk)
@@ -128,7 +128,7 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
@@ -138,23 +138,25 @@ def make(config: Config):
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         batch, share = divmod(pair, heads)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
+        every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
         tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, 0)
+                bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, 0)
+                send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, 0)
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)
             if tiles > 0:
-                here = at._replace(row=int32(ROWS * order.start(every)))
-                here = here._replace(kept=variant.keep(here))
+                here = ctx._replace(row=int32(ROWS * order.start(every)))
+                here = here._replace(precomputed=variant.precompute(here))
                 keys, values = k.wait(0), v.wait(0)
                 every.clear(keys, CONSUMERS)
                 every.clear(values, CONSUMERS)
@@ -179,8 +181,8 @@ def make(config: Config):
                 for j in range(max(0, last - 1), tiles):
                     stored(j, warpgroup.wait(parts.product(me, ds.wait(j), k.wait(0))), rings, me)
                     dq.publish(PARTS * j + me)
-            row = own.key + key + EACH * me
-            warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
+            row = seq.offset_k + key + EACH * me
+            warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, share, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row, share, 0), 1, 3, True)
 
     return attend, smem

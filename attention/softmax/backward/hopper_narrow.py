@@ -23,7 +23,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import variants
-from ..variants import At
+from ..variants import ScoreContext
 from ..visible_keys import CAUSAL, FULL
 from . import hopper, hopper_pipeline
 from .hopper_pipeline import CONSUMERS, FILLER, READERS, SENDER, SENDERS
@@ -48,14 +48,14 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.lean
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_narrow_backward
 
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem. kind: `ordered`, `stores`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
-    ds_stages = 1 if variant.brings else 2  # there is room for no more
+    ds_stages = 1 if variant.tma_bias else 2  # there is room for no more
     return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded=True, **kind)
 
 
@@ -70,11 +70,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, order, brought = config.given, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
-    BENDS, TURNS, (keep, take, claim) = variant.bends, variant.scored, REGISTERS
+    BENDS, TURNS, (keep, take, claim) = variant.nonlinear, variant.changes_scores, REGISTERS
     smem = shared(
         k=ring(config.key, 1, READERS),
         v=ring(config.value, 1, READERS),
@@ -95,7 +95,7 @@ def make(config: Config):
         sums.release(j, None, True)
 
     @inlined
-    def step(j, dv, cut, rings, keys, values, at, key, scale):
+    def step(j, dv, cut, rings, keys, values, ctx, key, scale):
         """P and dS of tile j of queries, and dV with its contribution."""
         q, do, ds, dq, sums, bias = rings
         s = warpgroup.mm_ABt(keys, q.wait(j))
@@ -107,12 +107,12 @@ def make(config: Config):
             turn.take(warpgroup.id())
         q.release(j)
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # computed anew, to save registers
-        at = brought.by_keys(bias, j, at, warpgroup.id())
+        ctx = brought.by_keys(bias, j, ctx, warpgroup.id())
         brought.give_back(bias, j)
-        s, bend = variant.bent(s, at, mine)
+        s, bend = variant.score_and_grad(s, ctx, mine)
         if BENDS:
             bend = INPUT(bend)  # to save registers
-        p = tiling.weights(s, load(subtile(of_rows, ROWS, 0), S.col_vec), cut, at, mine, scale)
+        p = tiling.weights(s, load(subtile(of_rows, ROWS, 0), S.col_vec), cut, ctx, mine, scale)
         if TURNS:
             turn.give(warpgroup.id())
         dout = do.wait(j)
@@ -158,7 +158,7 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
@@ -168,17 +168,19 @@ def make(config: Config):
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         batch, share = divmod(pair, heads)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
-        tiles, row = int32(group * every.n), own.key + key
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
+        every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
+        tiles, row = int32(group * every.n), seq.offset_k + key
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, 0)
+                bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, 0)
+                send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, 0)
         elif me == GATHERER:
             warpgroup.claim_registers(take)
             dk, rings = zeros(DK), (q, do, ds, dq, sums, bias)
@@ -186,15 +188,15 @@ def make(config: Config):
                 every_key = k.wait(0)
                 for j in range(tiles):
                     dk = gathered(int32(j), dk, rings, every_key)
-            store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, share, 16 * warpgroup.rank()), 1, 3, True)
+            store(gDK, transpose(INPUT(dk * unit)), (seq.batch, row, share, 16 * warpgroup.rank()), 1, 3, True)
         else:
             warpgroup.claim_registers(claim)
             if TURNS:
                 turn.begin(me)
             dv, rings = zeros(DV), (q, do, ds, dq, sums, bias)
             if tiles > 0:
-                here = at._replace(row=int32(ROWS * order.start(every)))
-                here, i = here._replace(kept=variant.keep(here)), int32(0)
+                here = ctx._replace(row=int32(ROWS * order.start(every)))
+                here, i = here._replace(precomputed=variant.precompute(here)), int32(0)
                 every_key, every_value = k.wait(0), v.wait(0)
                 every.clear(every_key, CONSUMERS)
                 every.clear(every_value, CONSUMERS)
@@ -207,6 +209,6 @@ def make(config: Config):
                     cut = tiling.cut(every, order.nth(every.n, i))
                     dv = step(int32(j), dv, cut, rings, keys, values, here, key, scale)
                 publish(last, rings)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row + EACH * me, share, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row + EACH * me, share, 0), 1, 3, True)
 
     return attend, smem

@@ -29,12 +29,12 @@ class Config(BackwardConfig):
     dq_stages: int = 2
     places: int = 1
     rounded: bool = False
-    early = True
+    overlaps_previous = True
 
     @property
     def in_order(self) -> Ordered:
         computed = self.lie is Batched and not self.by_list
-        rising = self.variant.rising and self.variant.from_first and self.variant.within
+        rising = self.variant.monotonic and self.variant.starts_at_zero and self.variant.ends_at_last_key
         return (Snaking if computed and rising else Ordered)(1, True, SENDERS, self.stores)
 
     @property
@@ -79,30 +79,30 @@ def bringing(config: Config, ahead: bool = False):
     tiling, order, sequences, brought = config.tiling, config.order, config.sequences, config.brought
 
     @inlined
-    def bring(arrays, rings, own, block, kv_head, every, key, at, group, above):
+    def bring(arrays, rings, seq, block, kv_head, every, key, ctx, group, above):
         """Bring a block of keys and values, and all tiles of queries that see it. above: how many tiles of queries belong to
         sequences before. (Heads and tiles are counted: a division would take the producer's time, a nested loop its
         registers.)"""
         gK, gV, gQ, gDO, gSums = arrays
         k, v, q, do, sums, bias = rings
-        tiles, head, place = int32(group * every.n), int32(at.head), order.start(every)
-        at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
+        tiles, head, place = int32(group * every.n), int32(ctx.head), order.start(every)
+        at_keys = seq.batch, sequences.begins(seq.offset_k, block, KV), kv_head
         if AHEAD or tiles > 0:
             k.fill(0, gK, at_keys)
         if AHEAD:
             v.fill(0, gV, at_keys)
         for j in range(tiles):
-            tile = tiling.number(every, place, key, at, group)
-            begins = sequences.begins(own.query, tile, ROWS)
-            q.fill(j, gQ, (own.batch, begins, head))
-            brought.fill(bias, j, at.given, (at.batch, head, int32(ROWS * tile), block))
+            tile = tiling.number(every, place, key, ctx, group)
+            begins = sequences.begins(seq.offset_q, tile, ROWS)
+            q.fill(j, gQ, (seq.batch, begins, head))
+            brought.fill(bias, j, ctx.params, (ctx.batch, head, int32(ROWS * tile), block))
             if j == 0 and not AHEAD:
                 v.fill(0, gV, at_keys)
-            do.fill(j, gDO, (own.batch, begins, head))
-            sums.fill(j, gSums, (own.batch, head, int32(above + tile)))
+            do.fill(j, gDO, (seq.batch, begins, head))
+            sums.fill(j, gSums, (seq.batch, head, int32(above + tile)))
             head, place = order.following(every, head, place)
         if AHEAD:
-            q.fill(tiles, gQ, (own.batch, 0, at.head))
+            q.fill(tiles, gQ, (seq.batch, 0, ctx.head))
 
     return bring
 
@@ -112,19 +112,19 @@ def sending(config: Config):
     PARTS, tiling, order = config.parts.count, config.tiling, config.order
 
     @inlined
-    def send(gSum, dq, block, pair, every, key, at, group, above):
+    def send(gSum, dq, block, pair, every, key, ctx, group, above):
         """Send a sender's parts of dQ, each in its turn."""
         mine, of, place = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
         for j in range(int32(group * every.n)):
-            number = tiling.number(every, place, key, at, group)
-            tile, behind = int32(above + number), order.behind(tiling, block, number, at, group)
-            order.take(at.given, of, tile, mine, behind)
+            number = tiling.number(every, place, key, ctx, group)
+            tile, behind = int32(above + number), order.behind(tiling, block, number, ctx, group)
+            order.take(ctx.params, of, tile, mine, behind)
             for turn in range(PARTS // SENDERS):
                 n = int32(PARTS * j + SENDERS * turn + mine)
                 order.add(gSum, (of, int32(PARTS * tile + SENDERS * turn + mine)), dq.wait(n), behind)
                 store_wait()
                 dq.release(n)
-            order.give(at.given, of, tile, mine, behind)
+            order.give(ctx.params, of, tile, mine, behind)
             of, place = order.following(every, of, place)
 
     return send
@@ -141,7 +141,7 @@ def going(config: Config):
         i = int32(i + 1)
         if i == every.n:
             i, here = int32(0), here._replace(head=int32(here.head + 1))
-            here = here._replace(kept=variant.keep(here))
+            here = here._replace(precomputed=variant.precompute(here))
         return i, here._replace(row=int32(ROWS * (every.first + order.nth(every.n, i))))
 
     return following

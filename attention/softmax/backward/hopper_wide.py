@@ -17,7 +17,7 @@ from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..variants import At, Variant
+from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig
 
@@ -33,7 +33,7 @@ class Config(BackwardConfig):
     stages: int = 2
     do_stages: int = 2
     p_stages: int = 2
-    early = True
+    overlaps_previous = True
 
     @property
     def threads(self) -> int:
@@ -43,7 +43,7 @@ class Config(BackwardConfig):
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Are these kernels for such heads?"""
-    return max(head_dim, value_dim or 0) > 128 and variant.light
+    return max(head_dim, value_dim or 0) > 128 and variant.fits_wide_backward
 
 
 def padded(head_dim: int, value_dim: int | None) -> tuple[int, int]:
@@ -68,11 +68,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, INPUT, GIVEN, AUX = config.kv, config.rows, config.dtype, config.given, config.aux
+    KV, ROWS, INPUT, PARAMS, AUX = config.kv, config.rows, config.dtype, config.params, config.aux
     variant, tiling, sequences, order = config.variant, config.tiling, config.sequences, config.order
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
-    each, both, BENDS = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.bends
+    each, both, BENDS = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.nonlinear
     keep, claim = REGISTERS
     smem = shared(
         k=ring(config.key, 1, each),
@@ -88,7 +88,7 @@ def make(config: Config):
         """exp2(`scale` s - lse) of tile j's scores, and the same times the derivatives of these."""
         lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
         sums.release(j)
-        s, bend = variant.bent(turned(s), here, key)
+        s, bend = variant.score_and_grad(turned(s), here, key)
         p = tiling.weights(s, lse, cut, here, key, scale)
         if BENDS:
             return turned(p), turned(p * bend)
@@ -113,17 +113,17 @@ def make(config: Config):
         return INPUT(weights)
 
     @inlined
-    def place(j, every, at, group, subgroup):
+    def place(j, every, ctx, group, subgroup):
         """(where tile j of queries lies, must it be masked?)"""
         h, i = divmod(j, every.n)
-        here = at._replace(head=int32(group * subgroup + h), row=int32(ROWS * (every.first + i)))
-        return here._replace(kept=variant.keep(here)), tiling.cut(every, i)
+        here = ctx._replace(head=int32(group * subgroup + h), row=int32(ROWS * (every.first + i)))
+        return here._replace(precomputed=variant.precompute(here)), tiling.cut(every, i)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
-        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, shares: INT, spans: INT,
+        params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, shares: INT, spans: INT,
         scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch: see hopper.py. The query heads of a share
@@ -134,25 +134,27 @@ def make(config: Config):
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, share = divmod(pair, heads)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
+        every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
         tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             kv_head, _ = divmod(share, shares)
-            k.fill(0, gK, (own.batch, block, kv_head))
+            k.fill(0, gK, (seq.batch, block, kv_head))
             head, tile = int32(group * subgroup), int32(every.first)
             for j in range(tiles):
-                q.fill(j, gQ, (own.batch, tile, head))
+                q.fill(j, gQ, (seq.batch, tile, head))
                 if j == 0:
-                    v.fill(0, gV, (own.batch, block, kv_head))
-                sums.fill(j, gSums, (own.batch, head, tile))
-                do.fill(j, gDO, (own.batch, tile, head))
+                    v.fill(0, gV, (seq.batch, block, kv_head))
+                sums.fill(j, gSums, (seq.batch, head, tile))
+                do.fill(j, gDO, (seq.batch, tile, head))
                 head, tile = order.following(every, head, tile)
         else:
             warpgroup.claim_registers(claim)
-            mine, row = int32(key + S.cols * warpgroup.rank()), own.key + key
+            mine, row = int32(key + S.cols * warpgroup.rank()), seq.offset_k + key
             if me == WEIGHTS:
                 dv = zeros(DV)
                 if tiles > 0:
@@ -160,21 +162,21 @@ def make(config: Config):
                     every.clear(keys, 1)
                     s = warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))
                     q.release(0)
-                    here, cut = place(int32(0), every, at, group, subgroup)
+                    here, cut = place(int32(0), every, ctx, group, subgroup)
                     weights = handed(int32(0), weighed(int32(0), s, sums, here, mine, cut, scale), p)
                     for j in range(1, tiles):
                         s = warpgroup.mm_ABt(keys, q.wait(j))
                         dv = warpgroup.mma_AB(dv, weights, do.wait(j - 1))
                         s = warpgroup.wait(s, newer=1)
                         q.release(j)
-                        here, cut = place(int32(j), every, at, group, subgroup)
+                        here, cut = place(int32(j), every, ctx, group, subgroup)
                         found = weighed(j, s, sums, here, mine, cut, scale)
                         dv = warpgroup.wait(dv)
                         do.release(j - 1)
                         weights = handed(j, found, p)
                     dv = warpgroup.wait(warpgroup.mma_AB(dv, weights, do.wait(tiles - 1)))
                     do.release(tiles - 1)
-                warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
+                warpgroup.store(gDV, INPUT(dv), (seq.batch, row, share, 0), 1, 3, True)
             else:
                 dk = zeros(DK)
                 if tiles > 0:
@@ -193,6 +195,6 @@ def make(config: Config):
                         slope = INPUT(sloped(j, dp, p, sums))
                     dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(tiles - 1)))
                     q.release(tiles - 1)
-                warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
+                warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, share, 0), 1, 3, True)
 
     return attend, smem

@@ -14,8 +14,8 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..base_config import BaseConfig
-from ..tiling import clear_ahead, clear_behind
-from ..variants import At, Variant
+from ..tiling import zero_first_keys, zero_last_keys
+from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .hopper_wide import padded
 
@@ -28,7 +28,7 @@ class Config(BaseConfig):
 
     stages: int = 2
     v_stages: int = 1
-    early = True  # it begins while hopper_wide.py's grid ends
+    overlaps_previous = True  # it begins while hopper_wide.py's grid ends
 
     @property
     def rows(self) -> int:
@@ -63,11 +63,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, EACH, INPUT, GIVEN, AUX = config.rows, warpgroup.ROWS, config.dtype, config.given, config.aux
+    ROWS, EACH, INPUT, PARAMS, AUX = config.rows, warpgroup.ROWS, config.dtype, config.params, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     DQ, S = rt(16, config.head_dim, fp32), rt(16, config.kv, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
-    BENDS, (keep, claim) = variant.bends, REGISTERS
+    BENDS, (keep, claim) = variant.nonlinear, REGISTERS
     smem = shared(
         q=ring(config.query, 1, readers),
         do=ring(config.dout, 1, readers),
@@ -86,7 +86,7 @@ def make(config: Config):
         """(the scores of the next key block, dQ) after key block j, whose scores are s."""
         q, do, k, v = rings
         dp = warpgroup.mm_ABt(rows_of(do.wait(0)), v.wait(j))
-        s, bend = variant.bent(s, here, key)
+        s, bend = variant.score_and_grad(s, here, key)
         p = tiling.weights(s, lse, cut, here, key, scale)
         if BENDS:
             p = p * bend
@@ -102,7 +102,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gDO: tiled(config.dout),
-        gSums: array(3), gDQ: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gSums: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dQ of a block of queries of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group`
@@ -114,38 +114,41 @@ def make(config: Config):
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, head = divmod(pair, heads)
         kv_head, _ = divmod(head, group)
-        own, row = sequences.sequence(batch, given), int32(ROWS * block)
-        at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.key_blocks(row, at)
+        seq, row = sequences.sequence(batch, params), int32(ROWS * block)
+        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+        kv_blocks = tiling.key_blocks(row, ctx)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
-            q.fill(0, gQ, (own.batch, block, head))
-            for j in range(every.n):
-                key = tiling.key(every, j, at)
-                k.fill(j, gK, (own.batch, key, kv_head))
+            q.fill(0, gQ, (seq.batch, block, head))
+            for j in range(kv_blocks.n):
+                key = tiling.key(kv_blocks, j, ctx)
+                k.fill(j, gK, (seq.batch, key, kv_head))
                 if j == 0:
-                    do.fill(0, gDO, (own.batch, block, head))
-                v.fill(j, gV, (own.batch, key, kv_head))
-            k.fill(every.n, gK, (own.batch, 0, kv_head))  # consumers ask for one block more than there are
+                    do.fill(0, gDO, (seq.batch, block, head))
+                v.fill(j, gV, (seq.batch, key, kv_head))
+            k.fill(kv_blocks.n, gK, (seq.batch, 0, kv_head))  # consumers ask for one block more than there are
         else:
             warpgroup.claim_registers(claim)
             first = int32(row + EACH * me)
             mine = int32(first + S.rows * warpgroup.rank())
-            here = at._replace(row=mine)
-            here = here._replace(kept=variant.keep(here))
+            here = ctx._replace(row=mine)
+            here = here._replace(precomputed=variant.precompute(here))
             lse = load(gSums, S.col_vec, (batch, head, int32(first + mine)))
             delta = load(gSums, S.col_vec, (batch, head, int32(first + mine + EACH)))
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
-            for j in range(every.n):
-                cut, key = j < every.cut, tiling.key(every, j, at)
-                ahead, behind = every.ahead if j == every.cut - 1 else int32(0), every.behind if j == 0 else int32(0)
+            for j in range(kv_blocks.n):
+                cut, key = j < kv_blocks.masked, tiling.key(kv_blocks, j, ctx)
+                ahead, behind = (
+                    kv_blocks.unseen_ahead if j == kv_blocks.masked - 1 else int32(0),
+                    kv_blocks.unseen_behind if j == 0 else int32(0),
+                )
                 if ahead > 0 or behind > 0:
                     warpgroup.sync_several(CONSUMERS)  # both have their scores of these keys
-                    clear_ahead(k.wait(j), ahead, CONSUMERS)
-                    clear_behind(k.wait(j), behind, CONSUMERS)
-                    clear_ahead(v.wait(j), ahead, CONSUMERS)
-                    clear_behind(v.wait(j), behind, CONSUMERS)
+                    zero_first_keys(k.wait(j), ahead, CONSUMERS)
+                    zero_last_keys(k.wait(j), behind, CONSUMERS)
+                    zero_first_keys(v.wait(j), ahead, CONSUMERS)
+                    zero_last_keys(v.wait(j), behind, CONSUMERS)
                 s, dq = step(j, s, dq, cut, (q, do, k, v), here, key, lse, delta, scale)
-            warpgroup.store(gDQ, INPUT(dq * unit), (own.batch, first, head, 0), 1, 3, True)
+            warpgroup.store(gDQ, INPUT(dq * unit), (seq.batch, first, head, 0), 1, 3, True)
 
     return attend, smem

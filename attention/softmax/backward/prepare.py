@@ -41,7 +41,7 @@ class Config:
     aligned: bool = True
     lie: type[Batched] = field(default=Batched, kw_only=True)
     order: Unordered = field(default=UNORDERED, kw_only=True)
-    early: bool = field(default=False, kw_only=True)
+    overlaps_previous: bool = field(default=False, kw_only=True)
     of_lse: bool = field(default=False, kw_only=True)
 
     @property
@@ -55,14 +55,14 @@ class Config:
         return self.lie(self.rows)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """What the kernel is told of sequences and of the order, and the gradient of the log-sum-exp."""
         of_lse = {"dlse": array(3)} if self.of_lse else {}
-        return record(**self.sequences.given, **self.order.given, **of_lse)
+        return record(**self.sequences.params, **self.order.params, **of_lse)
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early + ", dlse" * self.of_lse
+        more = ", by elements" * (not self.aligned) + str(self.order) + " PDL" * self.overlaps_previous + ", dlse" * self.of_lse
         return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
@@ -72,12 +72,19 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
     shape = config.value_dim, config.rows, config.dtype
-    return Config(*shape, None if config.alone else parts, aligned, lie=config.lie, order=config.order, early=config.early)
+    return Config(
+        *shape,
+        None if config.alone else parts,
+        aligned,
+        lie=config.lie,
+        order=config.order,
+        overlaps_previous=config.overlaps_previous,
+    )
 
 
 def without_sums(config: hopper_wide.Config) -> Config:
     """The configuration that prepares for kernels which sum no dQ in memory."""
-    return Config(config.value_dim, config.rows, config.dtype, None, early=config.early)
+    return Config(config.value_dim, config.rows, config.dtype, None, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -89,17 +96,17 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 @inlined
-def less_dlse(delta, there, spec, at, given):
+def less_dlse(delta, there, spec, at, params):
     """delta less the gradient of the log-sum-exp, vectors of type `spec`, of rows that are there and see a key. In that of
     others no score has a part, so that it may be anything."""
-    return where(there, delta - load(given.dlse, spec, at), 0.0)
+    return where(there, delta - load(params.dlse, spec, at), 0.0)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ALIGNED, EARLY, OF_LSE = True if config.aligned else None, config.early, config.of_lse
-    ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
+    ALIGNED, PDL, OF_LSE = True if config.aligned else None, config.overlaps_previous, config.of_lse
+    ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(BAND, 64, fp32), config.params
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
     X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts and order.clears else (PART, 0)
@@ -108,32 +115,32 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
         gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
-        given: GIVEN, blocks: INT, heads: INT,
+        params: PARAMS, blocks: INT, heads: INT,
     ):  # fmt: skip
         """Prepares a tile of queries, one of the `blocks` of a pair. O and dO are (batch, row, head, column), all other arrays
         (batch, head, row)."""
-        if EARLY:
+        if PDL:
             grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
-        own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)
+        block, batch, head = sequences.find(tile, pair, heads, params)
+        seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
         if sequences.packed:
-            gO, gDO = truncate(gO, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
-        lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
+            gO, gDO = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
+        lse = load(gLse, PART.col_vec, (seq.batch, head, seq.offset_q + row)) * LOG2_E
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
-            at = own.batch, own.query + row, head, col
+            at = seq.batch, seq.offset_q + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         delta = finish_sum(delta)
         lse = where(lse <= -NEVER, NEVER, lse)  # not where it is NaN
-        lse = where(row_index(PART.col_vec) + row < own.queries, lse, NEVER)
+        lse = where(row_index(PART.col_vec) + row < seq.seqlen_q, lse, NEVER)
         if OF_LSE:
-            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (own.batch, head, own.query + row), given)
-        store(gSums, delta, (own.batch, head, int32(to + ROWS)))
-        store(gSums, lse, (own.batch, head, to))
+            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (seq.batch, head, seq.offset_q + row), params)
+        store(gSums, delta, (seq.batch, head, int32(to + ROWS)))
+        store(gSums, lse, (seq.batch, head, to))
         if warp == 0:
-            order.begin(given, pair, tile)
+            order.begin(params, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
             store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 

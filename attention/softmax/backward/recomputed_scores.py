@@ -33,16 +33,16 @@ class Added:
     both: Callable | None
 
     @inlined
-    def by(self, s, i, j, at):
+    def by(self, s, i, j, ctx):
         """The derivative of a score by the element; s is what the function is given."""
         if self.both is None:
             return 1.0
         else:
-            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
+            s, slope = self.both(s, ctx.batch, ctx.head, i, j, *ctx.aux)
             return slope
 
     @inlined
-    def place(self, i, j, at):
+    def place(self, i, j, ctx):
         """Which element of the array a score reads, counted from the first; -1 if it reads none."""
         return -1.0
 
@@ -54,20 +54,20 @@ class Slope(Added):
     each: bool
 
     @inlined
-    def by(self, s, i, j, at):
-        distance = abs(i + at.shift - j)
+    def by(self, s, i, j, ctx):
+        distance = abs(i + ctx.shift - j)
         if self.both is None:
             return -distance
         else:
-            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
+            s, slope = self.both(s, ctx.batch, ctx.head, i, j, *ctx.aux)
             return -distance * slope
 
     @inlined
-    def place(self, i, j, at):
+    def place(self, i, j, ctx):
         if self.each:
-            return at.batch * at.given.slopes.shape[1] + at.head
+            return ctx.batch * ctx.params.slopes.shape[1] + ctx.head
         else:
-            return at.head
+            return ctx.head
 
 
 @static
@@ -78,12 +78,12 @@ class Element(Added):
     which: Callable
 
     @inlined
-    def by(self, s, i, j, at):
-        return self.derivative(s, at.batch, at.head, i, j, *at.aux)
+    def by(self, s, i, j, ctx):
+        return self.derivative(s, ctx.batch, ctx.head, i, j, *ctx.aux)
 
     @inlined
-    def place(self, i, j, at):
-        return self.which(at.batch, at.head, i, j, *at.aux)
+    def place(self, i, j, ctx):
+        return self.which(ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class Config(BaseConfig):
         return self.queries
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """What the kernel is told of the variant, of sequences, and of the survey."""
         classes = {"classes": CLASSES} if self.surveyed else {}
-        return record(**self.variant.given, **self.sequences.given, **classes)
+        return record(**self.variant.params, **self.sequences.params, **classes)
 
     @property
     def warps(self) -> int:
@@ -156,55 +156,55 @@ class Recomputed:
         return Tiling(self.rows, self.kv, self.variant)
 
     @inlined
-    def seen(self, tile, block, at):
+    def seen(self, tile, block, ctx):
         """May the tile's queries see keys of a block?"""
-        every = self.tiling.key_blocks(self.rows * tile, at)
-        within = every.first <= block < every.first + every.n
+        kv_blocks = self.tiling.key_blocks(self.rows * tile, ctx)
+        within = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
         if self.sequences.packed:
-            return within and self.rows * tile < at.queries
+            return within and self.rows * tile < ctx.seqlen_q
         elif self.surveyed is None:
             return within
         else:
             row, key = self.rows * tile // self.others, self.kv * block // self.surveyed
-            return within and at.given.classes[at.batch, at.head, row, key] > 0
+            return within and ctx.params.classes[ctx.batch, ctx.head, row, key] > 0
 
     @inlined
-    def weighted(self, n, tile, block, at, own, group, rooms, arrays, sums, scale):
+    def weighted(self, n, tile, block, ctx, seq, group, rooms, arrays, sums, scale):
         """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
         j; `at` of these scores). n: how many tiles came before."""
         q, k, v, do = rooms
         gQ, gK, gV, gDO = arrays
         if not self.sequences.apart:  # behind the ends lie rows of another sequence
-            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+            gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if self.sequences.packed:
-            gQ, gDO = truncate(gQ, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
+            gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
         row = int32(first + BAND * warp)
-        here = at._replace(row=row)
-        at = here._replace(kept=variant.keep(here))
+        here = ctx._replace(row=row)
+        ctx = here._replace(precomputed=variant.precompute(here))
         queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
-        s = variant.score_near(x, at, key)
-        above = self.summed.first_tile(at.batch, at.given)
+        s = variant.score_in_edge_block(x, ctx, key)
+        above = self.summed.first_tile(ctx.batch, ctx.params)
         place = int32(2 * self.others * (above + row // self.others) + row % self.others)
-        lse = load(sums, self.tile.col_vec, (own.batch, at.head, place))
-        if variant.by_rows:
-            lse = lse + variant.below_near(s, at, key) * scale
-        p = exp2(self.tiling.mask(s, at, key) * scale - lse)
+        lse = load(sums, self.tile.col_vec, (seq.batch, ctx.head, place))
+        if variant.has_row_offset:
+            lse = lse + variant.row_offset_in_edge_block(s, ctx, key) * scale
+        p = exp2(self.tiling.mask(s, ctx, key) * scale - lse)
         dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # now that few registers hold anything but p
-        delta = load(sums, self.tile.col_vec, (own.batch, at.head, int32(place + self.others)))
-        ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
+        delta = load(sums, self.tile.col_vec, (seq.batch, ctx.head, int32(place + self.others)))
+        ds = variant.score_grad(variant.mark_dropped(p, ctx, key), dp, delta, ctx)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.before is None:
-            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
+            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, ctx)), i, j, ctx
         else:
-            x = self.before.score(x, here._replace(kept=self.before.keep(here)), key) * at.given.score_unit
-            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
+            x = self.before.score(x, here._replace(precomputed=self.before.precompute(here)), key) * ctx.params.score_unit
+            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, ctx)), i, j, ctx
 
 
 def recomputed(config: Config) -> Recomputed:

@@ -8,7 +8,7 @@ from typing import Any
 from tiles.program import Fill
 from tiles.schema import REAL, Problem
 
-from ..assembled import Assembled
+from ..assembled import VariantSpec
 from ..call_options import AUX
 from ..launches import LOG2_E, Before
 from ..score_derivative import Derivatives
@@ -28,7 +28,7 @@ def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.NOWHERE and array != "bias":
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
-    both = None if found is None or found.even else found.bent
+    both = None if found is None or found.even else found.score_and_grad
     if array == "bias":
         return [recomputed_scores.Added(both)]
     if array == "alibi":
@@ -41,22 +41,22 @@ class Learned:
     """Launches after the main one, which has this configuration. late: where they are put; told: the arrays that their kernels
     read, and what they are told of the variant."""
 
-    def __init__(self, problem: Problem, made: Assembled, config: Any, late: Before, told: dict[str, Any], processors: int):
-        self.problem, self.made, self.config, self.late = problem, made, config, late
+    def __init__(self, problem: Problem, spec: VariantSpec, config: Any, late: Before, told: dict[str, Any], processors: int):
+        self.problem, self.spec, self.config, self.late = problem, spec, config, late
         self.told, self.processors = told, processors
         self.queries, self.kv = recomputed_scores.SHAPES[config.head_dim]
         rows, heads, cols, kv_heads = problem("SHTG")
         self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
-        self.shape = {"group": heads // kv_heads, "scale": made.unit * LOG2_E}
+        self.shape = {"group": heads // kv_heads, "scale": spec.unit * LOG2_E}
 
     def kind(self, read: recomputed_scores.Added) -> dict[str, Any]:
         """What a configuration is made of: recomputed_scores.Config's fields."""
-        main, before = self.config, self.made.before if "score_unit" in self.made.numbers else None
+        main, before = self.config, self.spec.before if "score_unit" in self.spec.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
         rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
         rows["lie"] = main.lie
         rows["surveyed"] = main.kv if "classes" in self.told else None
-        return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
+        return dims | rows | {"variant": self.spec.variant, "before": before, "read": read, "axes": main.axes}
 
     def launch(self, name: str, reads: Sequence[recomputed_scores.Added]) -> None:
         """Those of the gradient of this name; reads: what reads its array."""

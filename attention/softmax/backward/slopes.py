@@ -26,7 +26,7 @@ class Unasked:
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
 
@@ -36,12 +36,12 @@ class Unasked:
         return 0
 
     @inlined
-    def add(self, sum, ds, at, key):
+    def add(self, sum, ds, ctx, key):
         """The sum, with dS of one more tile, queries by keys, added to it."""
         return sum
 
     @inlined
-    def give(self, sum, given, at, row):
+    def give(self, sum, params, ctx, row):
         """Store a warp's sum for a head that it has gone through, as the slope's element of this row."""
 
 
@@ -49,13 +49,13 @@ class Unasked:
 class Asked(Unasked):
     """The gradient is asked for. Sequences share their slopes, and no key is seen that comes after the query.
 
-    given.found: (a warp of a block of keys of a batch, slope), zeros at first."""
+    params.found: (a warp of a block of keys of a batch, slope), zeros at first."""
 
     def __str__(self):
         return " dalibi"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"found": array(2)}
 
     @inlined
@@ -63,14 +63,14 @@ class Asked(Unasked):
         return lane_sum(zeros(scores))
 
     @inlined
-    def add(self, sum, ds, at, key):
+    def add(self, sum, ds, ctx, key):
         ds = turned(ds)
-        distances = int32(at.row + at.shift - key) - row_index(ds.col_vec)  # of the first query from each key
+        distances = int32(ctx.row + ctx.shift - key) - row_index(ds.col_vec)  # of the first query from each key
         return sum + lane_moment(ds) + lane_sum(ds) * distances
 
     @inlined
-    def give(self, sum, given, at, row):
-        given.found[row, at.head] = -tile_sum(finish_sum(sum))
+    def give(self, sum, params, ctx, row):
+        params.found[row, ctx.head] = -tile_sum(finish_sum(sum))
 
 
 UNASKED = Unasked()
@@ -83,7 +83,7 @@ SERVED = Causal, Left, Sloped, Sunk  # other parts of a variant need registers, 
 def asked(variant: Variant, read: Added) -> Unasked:
     """Asked, if the main kernel can compute the gradient of this variant's slopes, which `read` reads; else Unasked."""
     parts = _parts(variant)
-    ordered = any(isinstance(x, Sloped) and x.by_rows for x in parts) and all(type(x) in SERVED for x in parts)
+    ordered = any(isinstance(x, Sloped) and x.has_row_offset for x in parts) and all(type(x) in SERVED for x in parts)
     return ASKED if ordered and isinstance(read, Slope) and not read.each else UNASKED
 
 

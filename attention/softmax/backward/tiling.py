@@ -8,7 +8,7 @@ from numpy import int32
 from ops import divmod, rasterize, right_fill
 from tiles import inlined, static
 
-from ..tiling import Tiling, clear_ahead, clear_behind
+from ..tiling import Tiling, zero_first_keys, zero_last_keys
 
 
 class Tiles(NamedTuple):
@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     @inlined
     def clear(self, tile, groups):
         """Zero these keys in a shared tile of the block. Done by the thread block's first `groups` warpgroups together."""
-        clear_ahead(tile, self.ahead, groups)
-        clear_behind(tile, self.behind, groups)
+        zero_first_keys(tile, self.ahead, groups)
+        zero_last_keys(tile, self.behind, groups)
 
 
 @static
@@ -45,19 +45,26 @@ class Facing(Tiling):
         return block, pair
 
     @inlined
-    def tiles(self, key, at, group):
+    def tiles(self, key, ctx, group):
         """The Tiles of the keys from `key` on; `group` query heads share their head."""
-        seen = self.variant.seers(key, key + self.kv - 1, at)
+        seen = self.variant.query_range(key, key + self.kv - 1, ctx)
         first = seen.first // self.rows
-        n = max(0, (min(seen.end, at.queries) + self.rows - 1) // self.rows - first)
+        n = max(0, (min(seen.end, ctx.seqlen_q) + self.rows - 1) // self.rows - first)
         left = max(0, (seen.inner_first + self.rows - 1) // self.rows - first)
-        right = n if seen.inner_end >= at.queries else seen.inner_end // self.rows - first
-        if not self.variant.within and key + self.kv > at.keys:  # what lies behind the last key must be masked, too
+        right = n if seen.inner_end >= ctx.seqlen_q else seen.inner_end // self.rows - first
+        if (
+            not self.variant.ends_at_last_key and key + self.kv > ctx.seqlen_k
+        ):  # what lies behind the last key must be masked, too
             left = n
-        if not self.apart and key >= at.keys:
+        if not self.apart and key >= ctx.seqlen_k:
             n = 0
         return Tiles(
-            int32(first), int32(n), int32(left), int32(right), self.unseen_ahead(key, at), self.unseen_behind(key + self.kv, at)
+            int32(first),
+            int32(n),
+            int32(left),
+            int32(right),
+            self.unseen_ahead(key, ctx),
+            self.unseen_behind(key + self.kv, ctx),
         )
 
     @inlined
@@ -66,44 +73,44 @@ class Facing(Tiling):
         return tiles
 
     @inlined
-    def tile(self, tiles, i, key, at, group):
+    def tile(self, tiles, i, key, ctx, group):
         """The number of the i-th of these tiles."""
         return int32(tiles.first + i)
 
     @inlined
-    def number(self, tiles, place, key, at, group):
+    def number(self, tiles, place, key, ctx, group):
         """The number of the tile at a place in their row, which begins at tiles.first: see dq_order.py."""
         return place
 
     @inlined
-    def before(self, block, tile, at, group):
+    def before(self, block, tile, ctx, group):
         """How many blocks of keys that a tile of queries sees come before this one."""
-        if self.variant.from_first:
+        if self.variant.starts_at_zero:
             return block
         else:
             row = self.rows * tile
-            return int32(block - self.variant.keys(row, row + self.rows - 1, at).first // self.kv)
+            return int32(block - self.variant.key_range(row, row + self.rows - 1, ctx).first // self.kv)
 
     @inlined
-    def end(self, tile, at):
+    def end(self, tile, ctx):
         """The number behind that of the last block of keys that a tile of queries sees."""
         row = self.rows * tile
-        return (self.variant.keys(row, row + self.rows - 1, at).end + self.kv - 1) // self.kv
+        return (self.variant.key_range(row, row + self.rows - 1, ctx).end + self.kv - 1) // self.kv
 
     @inlined
     def cut(self, tiles, i):
         """Must the i-th of these tiles be masked?"""
-        if self.variant.from_first:
+        if self.variant.starts_at_zero:
             return i < tiles.left
         else:
             return i < tiles.left or i >= tiles.right
 
     @inlined
-    def mask(self, s, at, key):
+    def mask(self, s, ctx, key):
         """-inf for the scores that must not be seen, of keys from `key` on."""
-        if not self.variant.within:
-            s = right_fill(s, at.keys - key, -math.inf)
-        return self.variant.mask(s, at, key, -math.inf)
+        if not self.variant.ends_at_last_key:
+            s = right_fill(s, ctx.seqlen_k - key, -math.inf)
+        return self.variant.mask(s, ctx, key, -math.inf)
 
 
 class Spanning(Facing):
