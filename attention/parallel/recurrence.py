@@ -162,8 +162,8 @@ class ShardedRecurrence:
             )
         total = self._total(peers, parse_length("length", length))
         spans = Contiguous().spans(total, peers.world)[peers.rank]
-        if count_tokens(spans) != first.shape[1]:
-            had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {count_tokens(spans)} of {total}"
+        if (expected := count_tokens(spans)) != first.shape[1]:
+            had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {expected} of {total}"
             raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
         check_flag(self.after, self.options.get(self.after, False))
         check_torch_tensors(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
