@@ -442,7 +442,7 @@ def make(config: Config):
                 kv_blocks = tiling.key_blocks(row, ctx)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
-                arrived = kv_source.here(params)
+                arrived = kv_source.begin_tile(params)
                 if AHEAD:
                     kv_source.fill(k, j, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, 0, ctx), kv_head, params)
                 for i in range(kv_blocks.n):
@@ -451,7 +451,7 @@ def make(config: Config):
                         later = seq.offset_k + tiling.key(kv_blocks, i + 1, ctx)
                         kv_source.fill(k, j + i + 1, gK, seq, batch, later, kv_head, params)
                     if not AHEAD:
-                        arrived = kv_source.come(arrived, key, params)
+                        arrived = kv_source.wait_for_block(arrived, key, params)
                         kv_source.fill(k, j + i, gK, seq, batch, key, kv_head, params)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))

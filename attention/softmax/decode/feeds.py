@@ -11,7 +11,7 @@ from tiles.arguments import array
 from tiles.layout import WARPGROUP
 from tiles.types import st
 
-from ..key_sources import TABLE, OneBuffer
+from ..key_sources import PAGE_TABLE, OneBuffer
 from ..sequences import Sequence
 
 
@@ -68,7 +68,7 @@ class Gathered:
     @property
     def params(self) -> dict[str, Any]:
         """See ByTma."""
-        return {"pages": TABLE}
+        return {"pages": PAGE_TABLE}
 
     def source(self, tile: st) -> Any:
         """See ByTma."""

@@ -32,7 +32,7 @@ class Copying(Thread):
             for rank, source, place in arrival.copies:
                 others[:, slice(*place)] = shares[rank][:, slice(*source)]
             found.append(others)
-        return *found, arrival.awaits[-1:]
+        return *found, arrival.required[-1:]
 
 
 @pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1024), (3, 768)])
