@@ -40,7 +40,7 @@ class Config(BackwardConfig):
     a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
     and strides are multiples of. alone: does a block have all keys, and each query see one?"""
 
-    own: int
+    keys_per_warp: int
     step: int
     apart: bool
     resident: int
@@ -65,7 +65,7 @@ class Config(BackwardConfig):
     @property
     def warps(self) -> int:
         """Of a thread block."""
-        return self.kv // self.own * (2 if self.apart else 1)
+        return self.kv // self.keys_per_warp * (2 if self.apart else 1)
 
     @property
     def threads(self) -> int:
@@ -75,7 +75,7 @@ class Config(BackwardConfig):
     @property
     def learners(self) -> int:
         """How many warps of a block leave what they have learnt."""
-        return self.kv // self.own
+        return self.kv // self.keys_per_warp
 
     @property
     def parts(self) -> Held:
@@ -87,7 +87,7 @@ class Config(BackwardConfig):
         return super().__str__() + " alone" * self.alone + f", by {self.piece} bytes" * (self.piece != 16)
 
 
-Shape = tuple[int, int, int, int, bool, int]  # kv, queries, own, step, apart, resident
+Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, apart, resident
 SHAPES: dict[int, Shape] = {  # of a padded head_dim
     64: (64, 64, 16, 64, False, 2),
     128: (64, 64, 16, 64, True, 1),
@@ -152,7 +152,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.own, config.step, config.warps, config.piece
+    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.keys_per_warp, config.step, config.warps, config.piece
     PARAMS, AUX, INPUT, APART, BENDS = config.params, config.aux, config.dtype, config.apart, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
@@ -241,7 +241,7 @@ def make(config: Config):
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
         number, batch, share = sequences.find_keys(number, pair, heads, KV, params)
         subgroup, span = divmod(share, spans)
-        own, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
+        seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
             some, row = sequences.nobodys_keys(key, batch, KV, params)
             if some:
@@ -251,22 +251,22 @@ def make(config: Config):
         if not sequences.has_keys(key, batch, params):
             return
         if not sequences.apart:  # what lies behind the ends is another's
-            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+            gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if sequences.packed:
-            end, end_k = own.query + own.queries, sequences.last_key(batch, params)
+            end, end_k = seq.offset_q + seq.seqlen_q, sequences.last_key(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
         ctx = ScoreContext(
-            batch, group * subgroup, int32(0), int32(own.keys - own.queries), own.queries, own.keys, params, aux, 0
+            batch, group * subgroup, int32(0), int32(seq.seqlen_k - seq.seqlen_q), seq.seqlen_q, seq.seqlen_k, params, aux, 0
         )
         every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
-        first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
+        first = int32(seq.offset_q + ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
         tiles, above = int32(group * every.n), sequences.first_tile(batch, params)
         kv_head, _ = divmod(share, shares)
-        k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        q.fill(0, gQ, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
-        do.fill(0, gDO, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
+        k.fill(0, gK, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
+        v.fill(0, gV, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
+        q.fill(0, gQ, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
+        do.fill(0, gDO, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
         every_key = k.wait(0, 3)
         every_value = v.wait(0, 2)
         every.clear(every_key, GROUPS)
@@ -279,12 +279,12 @@ def make(config: Config):
             tile = tiling.tile(every, nth, key, ctx, group)
             base_ctx = ctx._replace(head=head, row=int32(ROWS * tile))
             here, to = base_ctx._replace(precomputed=variant.precompute(base_ctx)), int32(above + tile)
-            place, cut = (own.batch, head, int32(2 * ROWS * to)), tiling.cut(every, nth)
+            place, cut = (seq.batch, head, int32(2 * ROWS * to)), tiling.cut(every, nth)
             sums, learnt = step(j, sums, learnt, q, do, keys, values, ds, mine, here, cut, own_key, gSums, place, scale)
             block.sync()
             last = i + 1 == every.n  # of the head's tiles
-            row = first if last else int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, ctx, group))
-            later = own.batch, row, int32(head + 1) if last else head, 0
+            row = first if last else int32(seq.offset_q + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, ctx, group))
+            later = seq.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             behind = order.behind(tiling, number, tile, ctx, group)
@@ -303,13 +303,13 @@ def make(config: Config):
                     learns.give(learnt, params, here, int32(OWNERS * line + mine))
                 learnt = learns.begin(SCORES)
             head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
-        row = own.key + own_key
+        row = seq.offset_k + own_key
         if not APART:
-            result.store(gDK, sums[0] * unit, (own.batch, row, share, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], ctx), (own.batch, row, share, 0), PIECE)
+            result.store(gDK, sums[0] * unit, (seq.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], ctx), (seq.batch, row, share, 0), PIECE)
         elif warp >= OWNERS:
-            result.store(gDK, sums * unit, (own.batch, row, share, 0), PIECE)
+            result.store(gDK, sums * unit, (seq.batch, row, share, 0), PIECE)
         else:
-            result.store(gDV, variant.output(sums, ctx), (own.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums, ctx), (seq.batch, row, share, 0), PIECE)
 
     return attend, smem

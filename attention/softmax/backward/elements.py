@@ -39,10 +39,10 @@ def make(config: recomputed_scores.Config):
     smem = shared(**recomputed_scores.room(config))
 
     @inlined
-    def added(n, tile, number, ctx, own, group, rooms, arrays, gSums, gFound, mine, scale):
+    def added(n, tile, number, ctx, seq, group, rooms, arrays, gSums, gFound, mine, scale):
         """Add up a tile of scores, of a tile of queries and a block of keys. Returns how many tiles the block has gone
         through."""
-        w, i, j, here = scores.weighted(n, tile, number, ctx, own, group, rooms, arrays, gSums, scale)
+        w, i, j, here = scores.weighted(n, tile, number, ctx, seq, group, rooms, arrays, gSums, scale)
         place = zeros(S) + read.place(i, j, here)
         counts = (place >= 0.0) & (w != 0.0)
         least, most = tile_min(where(counts, place, NOWHERE)), tile_max(where(counts, place, -1.0))
@@ -73,16 +73,16 @@ def make(config: recomputed_scores.Config):
             rest, number = divmod(int32(m), blocks)
             pair, tile = divmod(rest, tiles)
             tile, batch, head = sequences.find(tile, pair, heads, params)
-            own = sequences.sequence(batch, params)
-            ctx = ScoreContext(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+            seq = sequences.sequence(batch, params)
+            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
                 if sequences.has(tile, batch, params):
-                    every = scores.tiling.key_blocks(scores.rows * tile, ctx)
-                    for seen in range(int32(every.first + number), int32(every.first + every.n), blocks):
-                        n = added(n, tile, int32(seen), ctx, own, group, rooms, arrays, gSums, gFound, mine, scale)
+                    kv_blocks = scores.tiling.key_blocks(scores.rows * tile, ctx)
+                    for seen in range(int32(kv_blocks.first + number), int32(kv_blocks.first + kv_blocks.n), blocks):
+                        n = added(n, tile, int32(seen), ctx, seq, group, rooms, arrays, gSums, gFound, mine, scale)
             elif scores.seen(tile, number, ctx):
-                n = added(n, tile, number, ctx, own, group, rooms, arrays, gSums, gFound, mine, scale)
+                n = added(n, tile, number, ctx, seq, group, rooms, arrays, gSums, gFound, mine, scale)
 
     return elements, smem
 

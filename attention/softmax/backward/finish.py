@@ -79,12 +79,12 @@ def make(config: Config):
                 for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                     parts.finish(gDQ, zeros(parts.finished), int32(0), row, head, int32(band), result)
         if sequences.has(block, batch, params):
-            own = sequences.sequence(batch, params)
-            row = int32(own.query + QUERIES * block)
+            seq = sequences.sequence(batch, params)
+            row = int32(seq.offset_q + QUERIES * block)
             if sequences.packed:
-                gDQ = truncate(gDQ, 1, own.query + own.queries)
+                gDQ = truncate(gDQ, 1, seq.offset_q + seq.seqlen_q)
             for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                 x = parts.load(gSum, pair, tile, int32(band)) * unit
-                parts.finish(gDQ, x, own.batch, row, head, int32(band), result)
+                parts.finish(gDQ, x, seq.batch, row, head, int32(band), result)
 
     return finish, None

@@ -116,7 +116,7 @@ def make(config: Config):
         """(the scores of the next tile of queries, which begins with query `coming`; dK, dV and the slopes' sum) after tile j,
         whose scores are s."""
         k, q, do, ds, dq, sums, bias = rings
-        dp = warpgroup.mm_ABt(values, whole(do.wait(j), ctx.queries - ctx.row))
+        dp = warpgroup.mm_ABt(values, whole(do.wait(j), ctx.seqlen_q - ctx.row))
         ctx = brought.by_keys(bias, j, ctx, me // SHARE)
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
@@ -155,7 +155,7 @@ def make(config: Config):
             do.release(j)
             every = ds.wait(j)
         part = parts.product(LAST + me, every, k.wait(0))
-        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), ctx.queries - coming))
+        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), ctx.seqlen_q - coming))
         part = warpgroup.wait(part, newer=1)
         ds.release(j)
         dk = warpgroup.wait(dk, newer=1)
@@ -181,7 +181,7 @@ def make(config: Config):
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
         block, batch, share = sequences.find_keys(block, pair, heads, KV, params)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, params), int32(KV * block)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and me < CONSUMERS:
             some, row = sequences.nobodys_keys(key, batch, KV, params)
             if some:
@@ -190,27 +190,29 @@ def make(config: Config):
                 result.store_four(gDV, zeros(DV), (*at_keys, V_COLS * (me % SHARE)))
         if not sequences.has_keys(key, batch, params):
             return
-        ctx = ScoreContext(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
         above = sequences.first_tile(batch, params)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, ctx, group, above)
+                bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, above)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
-            sequences.clear(keys, own.keys - key, CONSUMERS)
-            sequences.clear(values, own.keys - key, CONSUMERS)
+            sequences.clear(keys, seq.seqlen_k - key, CONSUMERS)
+            sequences.clear(values, seq.seqlen_k - key, CONSUMERS)
             every.clear(keys, CONSUMERS)
             every.clear(values, CONSUMERS)
             keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums, bias
-            queries = whole(q.wait(0), own.queries - ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
+            queries = whole(q.wait(0), seq.seqlen_q - ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
@@ -228,11 +230,11 @@ def make(config: Config):
                 learns.give(learnt, params, base_ctx, int32(LEARNERS * line + warpgroup.WARPGROUP * me + warpgroup.rank()))
             if j > 0:
                 dq.publish(PARTS * (j - 1) + LAST + me)
-            row = own.key + key + EACH * (me // SHARE)
+            row = seq.offset_k + key + EACH * (me // SHARE)
             if sequences.packed:
                 end = sequences.last_key(batch, params)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            result.store_four(gDK, dk * unit, (own.batch, row, share, K_COLS * (me % SHARE)))
-            result.store_four(gDV, variant.output(dv, ctx), (own.batch, row, share, V_COLS * (me % SHARE)))
+            result.store_four(gDK, dk * unit, (seq.batch, row, share, K_COLS * (me % SHARE)))
+            result.store_four(gDV, variant.output(dv, ctx), (seq.batch, row, share, V_COLS * (me % SHARE)))
 
     return attend, smem

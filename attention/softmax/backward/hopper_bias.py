@@ -18,7 +18,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from ..base_config import BaseConfig
 from ..scores import BiasedByTile
 from ..sequences import Batched
-from ..tiling import clear_ahead, clear_behind
+from ..tiling import zero_first_keys, zero_last_keys
 from ..variants import Both, ScoreContext
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
@@ -92,8 +92,8 @@ def make(config: Config):
         rest, number = divmod(int32(m), blocks)
         rest, tile = divmod(rest, own_tiles)
         batch, head = divmod(rest, own_heads)
-        own, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
-        ctx = ScoreContext(batch, head, row, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+        seq, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
+        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
         seen = variant.key_range(row, row + ROWS - 1, ctx)
         cut = key < seen.inner_first or key + COLS > seen.inner_end
         return ctx, key, seen.first < key + COLS and key < seen.end, cut
@@ -104,8 +104,8 @@ def make(config: Config):
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
         values = v.wait(n)
-        clear_ahead(values, tiling.unseen_ahead(key, ctx), CONSUMERS)
-        clear_behind(values, tiling.unseen_behind(key + COLS, ctx), CONSUMERS)
+        zero_first_keys(values, tiling.unseen_ahead(key, ctx), CONSUMERS)
+        zero_last_keys(values, tiling.unseen_behind(key + COLS, ctx), CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), values)
         numbers = int32(2 * OTHERS * (ctx.row // OTHERS) + ctx.row % OTHERS)
         lse = load(gSums, S.col_vec, (ctx.batch, ctx.head, numbers))

@@ -138,15 +138,17 @@ def make(config: Config):
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         batch, share = divmod(pair, heads)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
         tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, ctx, group, 0)
+                bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, 0)
         else:
@@ -179,8 +181,8 @@ def make(config: Config):
                 for j in range(max(0, last - 1), tiles):
                     stored(j, warpgroup.wait(parts.product(me, ds.wait(j), k.wait(0))), rings, me)
                     dq.publish(PARTS * j + me)
-            row = own.key + key + EACH * me
-            warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
+            row = seq.offset_k + key + EACH * me
+            warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, share, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row, share, 0), 1, 3, True)
 
     return attend, smem

@@ -168,15 +168,17 @@ def make(config: Config):
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
         batch, share = divmod(pair, heads)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
-        tiles, row = int32(group * every.n), own.key + key
+        tiles, row = int32(group * every.n), seq.offset_k + key
         if me == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == FILLER:
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, ctx, group, 0)
+                bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
                 send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, 0)
         elif me == GATHERER:
@@ -186,7 +188,7 @@ def make(config: Config):
                 every_key = k.wait(0)
                 for j in range(tiles):
                     dk = gathered(int32(j), dk, rings, every_key)
-            store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, share, 16 * warpgroup.rank()), 1, 3, True)
+            store(gDK, transpose(INPUT(dk * unit)), (seq.batch, row, share, 16 * warpgroup.rank()), 1, 3, True)
         else:
             warpgroup.claim_registers(claim)
             if TURNS:
@@ -207,6 +209,6 @@ def make(config: Config):
                     cut = tiling.cut(every, order.nth(every.n, i))
                     dv = step(int32(j), dv, cut, rings, keys, values, here, key, scale)
                 publish(last, rings)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row + EACH * me, share, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row + EACH * me, share, 0), 1, 3, True)
 
     return attend, smem

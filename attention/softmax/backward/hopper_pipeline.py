@@ -79,30 +79,30 @@ def bringing(config: Config, ahead: bool = False):
     tiling, order, sequences, brought = config.tiling, config.order, config.sequences, config.brought
 
     @inlined
-    def bring(arrays, rings, own, block, kv_head, every, key, ctx, group, above):
+    def bring(arrays, rings, seq, block, kv_head, every, key, ctx, group, above):
         """Bring a block of keys and values, and all tiles of queries that see it. above: how many tiles of queries belong to
         sequences before. (Heads and tiles are counted: a division would take the producer's time, a nested loop its
         registers.)"""
         gK, gV, gQ, gDO, gSums = arrays
         k, v, q, do, sums, bias = rings
         tiles, head, place = int32(group * every.n), int32(ctx.head), order.start(every)
-        at_keys = own.batch, sequences.begins(own.key, block, KV), kv_head
+        at_keys = seq.batch, sequences.begins(seq.offset_k, block, KV), kv_head
         if AHEAD or tiles > 0:
             k.fill(0, gK, at_keys)
         if AHEAD:
             v.fill(0, gV, at_keys)
         for j in range(tiles):
             tile = tiling.number(every, place, key, ctx, group)
-            begins = sequences.begins(own.query, tile, ROWS)
-            q.fill(j, gQ, (own.batch, begins, head))
+            begins = sequences.begins(seq.offset_q, tile, ROWS)
+            q.fill(j, gQ, (seq.batch, begins, head))
             brought.fill(bias, j, ctx.params, (ctx.batch, head, int32(ROWS * tile), block))
             if j == 0 and not AHEAD:
                 v.fill(0, gV, at_keys)
-            do.fill(j, gDO, (own.batch, begins, head))
-            sums.fill(j, gSums, (own.batch, head, int32(above + tile)))
+            do.fill(j, gDO, (seq.batch, begins, head))
+            sums.fill(j, gSums, (seq.batch, head, int32(above + tile)))
             head, place = order.following(every, head, place)
         if AHEAD:
-            q.fill(tiles, gQ, (own.batch, 0, ctx.head))
+            q.fill(tiles, gQ, (seq.batch, 0, ctx.head))
 
     return bring
 

@@ -134,25 +134,27 @@ def make(config: Config):
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, share = divmod(pair, heads)
         subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(
+            batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         every = tiling.span(tiling.tiles(key, ctx, group), span, spans)
         tiles = int32(group * every.n)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
             kv_head, _ = divmod(share, shares)
-            k.fill(0, gK, (own.batch, block, kv_head))
+            k.fill(0, gK, (seq.batch, block, kv_head))
             head, tile = int32(group * subgroup), int32(every.first)
             for j in range(tiles):
-                q.fill(j, gQ, (own.batch, tile, head))
+                q.fill(j, gQ, (seq.batch, tile, head))
                 if j == 0:
-                    v.fill(0, gV, (own.batch, block, kv_head))
-                sums.fill(j, gSums, (own.batch, head, tile))
-                do.fill(j, gDO, (own.batch, tile, head))
+                    v.fill(0, gV, (seq.batch, block, kv_head))
+                sums.fill(j, gSums, (seq.batch, head, tile))
+                do.fill(j, gDO, (seq.batch, tile, head))
                 head, tile = order.following(every, head, tile)
         else:
             warpgroup.claim_registers(claim)
-            mine, row = int32(key + S.cols * warpgroup.rank()), own.key + key
+            mine, row = int32(key + S.cols * warpgroup.rank()), seq.offset_k + key
             if me == WEIGHTS:
                 dv = zeros(DV)
                 if tiles > 0:
@@ -174,7 +176,7 @@ def make(config: Config):
                         weights = handed(j, found, p)
                     dv = warpgroup.wait(warpgroup.mma_AB(dv, weights, do.wait(tiles - 1)))
                     do.release(tiles - 1)
-                warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
+                warpgroup.store(gDV, INPUT(dv), (seq.batch, row, share, 0), 1, 3, True)
             else:
                 dk = zeros(DK)
                 if tiles > 0:
@@ -193,6 +195,6 @@ def make(config: Config):
                         slope = INPUT(sloped(j, dp, p, sums))
                     dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(tiles - 1)))
                     q.release(tiles - 1)
-                warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
+                warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, share, 0), 1, 3, True)
 
     return attend, smem

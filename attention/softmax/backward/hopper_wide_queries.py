@@ -14,7 +14,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..base_config import BaseConfig
-from ..tiling import clear_ahead, clear_behind
+from ..tiling import zero_first_keys, zero_last_keys
 from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .hopper_wide import padded
@@ -114,19 +114,19 @@ def make(config: Config):
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
         batch, head = divmod(pair, heads)
         kv_head, _ = divmod(head, group)
-        own, row = sequences.sequence(batch, params), int32(ROWS * block)
-        ctx = ScoreContext(batch, head, row, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
-        every = tiling.key_blocks(row, ctx)
+        seq, row = sequences.sequence(batch, params), int32(ROWS * block)
+        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+        kv_blocks = tiling.key_blocks(row, ctx)
         if me == CONSUMERS:
             warpgroup.release_registers(keep)
-            q.fill(0, gQ, (own.batch, block, head))
-            for j in range(every.n):
-                key = tiling.key(every, j, ctx)
-                k.fill(j, gK, (own.batch, key, kv_head))
+            q.fill(0, gQ, (seq.batch, block, head))
+            for j in range(kv_blocks.n):
+                key = tiling.key(kv_blocks, j, ctx)
+                k.fill(j, gK, (seq.batch, key, kv_head))
                 if j == 0:
-                    do.fill(0, gDO, (own.batch, block, head))
-                v.fill(j, gV, (own.batch, key, kv_head))
-            k.fill(every.n, gK, (own.batch, 0, kv_head))  # consumers ask for one block more than there are
+                    do.fill(0, gDO, (seq.batch, block, head))
+                v.fill(j, gV, (seq.batch, key, kv_head))
+            k.fill(kv_blocks.n, gK, (seq.batch, 0, kv_head))  # consumers ask for one block more than there are
         else:
             warpgroup.claim_registers(claim)
             first = int32(row + EACH * me)
@@ -136,16 +136,19 @@ def make(config: Config):
             lse = load(gSums, S.col_vec, (batch, head, int32(first + mine)))
             delta = load(gSums, S.col_vec, (batch, head, int32(first + mine + EACH)))
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
-            for j in range(every.n):
-                cut, key = j < every.cut, tiling.key(every, j, ctx)
-                ahead, behind = every.ahead if j == every.cut - 1 else int32(0), every.behind if j == 0 else int32(0)
+            for j in range(kv_blocks.n):
+                cut, key = j < kv_blocks.masked, tiling.key(kv_blocks, j, ctx)
+                ahead, behind = (
+                    kv_blocks.unseen_ahead if j == kv_blocks.masked - 1 else int32(0),
+                    kv_blocks.unseen_behind if j == 0 else int32(0),
+                )
                 if ahead > 0 or behind > 0:
                     warpgroup.sync_several(CONSUMERS)  # both have their scores of these keys
-                    clear_ahead(k.wait(j), ahead, CONSUMERS)
-                    clear_behind(k.wait(j), behind, CONSUMERS)
-                    clear_ahead(v.wait(j), ahead, CONSUMERS)
-                    clear_behind(v.wait(j), behind, CONSUMERS)
+                    zero_first_keys(k.wait(j), ahead, CONSUMERS)
+                    zero_last_keys(k.wait(j), behind, CONSUMERS)
+                    zero_first_keys(v.wait(j), ahead, CONSUMERS)
+                    zero_last_keys(v.wait(j), behind, CONSUMERS)
                 s, dq = step(j, s, dq, cut, (q, do, k, v), here, key, lse, delta, scale)
-            warpgroup.store(gDQ, INPUT(dq * unit), (own.batch, first, head, 0), 1, 3, True)
+            warpgroup.store(gDQ, INPUT(dq * unit), (seq.batch, first, head, 0), 1, 3, True)
 
     return attend, smem

@@ -123,22 +123,22 @@ def make(config: Config):
             grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, params)
-        own, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
+        seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
         if sequences.packed:
-            gO, gDO = truncate(gO, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
-        lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
+            gO, gDO = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
+        lse = load(gLse, PART.col_vec, (seq.batch, head, seq.offset_q + row)) * LOG2_E
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
-            at = own.batch, own.query + row, head, col
+            at = seq.batch, seq.offset_q + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         delta = finish_sum(delta)
         lse = where(lse <= -NEVER, NEVER, lse)  # not where it is NaN
-        lse = where(row_index(PART.col_vec) + row < own.queries, lse, NEVER)
+        lse = where(row_index(PART.col_vec) + row < seq.seqlen_q, lse, NEVER)
         if OF_LSE:
-            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (own.batch, head, own.query + row), params)
-        store(gSums, delta, (own.batch, head, int32(to + ROWS)))
-        store(gSums, lse, (own.batch, head, to))
+            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (seq.batch, head, seq.offset_q + row), params)
+        store(gSums, delta, (seq.batch, head, int32(to + ROWS)))
+        store(gSums, lse, (seq.batch, head, to))
         if warp == 0:
             order.begin(params, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared

@@ -158,10 +158,10 @@ class Recomputed:
     @inlined
     def seen(self, tile, block, ctx):
         """May the tile's queries see keys of a block?"""
-        every = self.tiling.key_blocks(self.rows * tile, ctx)
-        within = every.first <= block < every.first + every.n
+        kv_blocks = self.tiling.key_blocks(self.rows * tile, ctx)
+        within = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
         if self.sequences.packed:
-            return within and self.rows * tile < ctx.queries
+            return within and self.rows * tile < ctx.seqlen_q
         elif self.surveyed is None:
             return within
         else:
@@ -169,21 +169,21 @@ class Recomputed:
             return within and ctx.params.classes[ctx.batch, ctx.head, row, key] > 0
 
     @inlined
-    def weighted(self, n, tile, block, ctx, own, group, rooms, arrays, sums, scale):
+    def weighted(self, n, tile, block, ctx, seq, group, rooms, arrays, sums, scale):
         """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
         j; `at` of these scores). n: how many tiles came before."""
         q, k, v, do = rooms
         gQ, gK, gV, gDO = arrays
         if not self.sequences.apart:  # behind the ends lie rows of another sequence
-            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+            gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if self.sequences.packed:
-            gQ, gDO = truncate(gQ, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
+            gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (own.batch, own.query + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (own.batch, own.query + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (own.batch, own.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (own.batch, own.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
         row = int32(first + BAND * warp)
         here = ctx._replace(row=row)
         ctx = here._replace(precomputed=variant.precompute(here))
@@ -192,12 +192,12 @@ class Recomputed:
         s = variant.score_in_edge_block(x, ctx, key)
         above = self.summed.first_tile(ctx.batch, ctx.params)
         place = int32(2 * self.others * (above + row // self.others) + row % self.others)
-        lse = load(sums, self.tile.col_vec, (own.batch, ctx.head, place))
+        lse = load(sums, self.tile.col_vec, (seq.batch, ctx.head, place))
         if variant.has_row_offset:
             lse = lse + variant.row_offset_in_edge_block(s, ctx, key) * scale
         p = exp2(self.tiling.mask(s, ctx, key) * scale - lse)
         dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # now that few registers hold anything but p
-        delta = load(sums, self.tile.col_vec, (own.batch, ctx.head, int32(place + self.others)))
+        delta = load(sums, self.tile.col_vec, (seq.batch, ctx.head, int32(place + self.others)))
         ds = variant.score_grad(variant.mark_dropped(p, ctx, key), dp, delta, ctx)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.before is None:

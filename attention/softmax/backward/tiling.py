@@ -8,7 +8,7 @@ from numpy import int32
 from ops import divmod, rasterize, right_fill
 from tiles import inlined, static
 
-from ..tiling import Tiling, clear_ahead, clear_behind
+from ..tiling import Tiling, zero_first_keys, zero_last_keys
 
 
 class Tiles(NamedTuple):
@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     @inlined
     def clear(self, tile, groups):
         """Zero these keys in a shared tile of the block. Done by the thread block's first `groups` warpgroups together."""
-        clear_ahead(tile, self.ahead, groups)
-        clear_behind(tile, self.behind, groups)
+        zero_first_keys(tile, self.ahead, groups)
+        zero_last_keys(tile, self.behind, groups)
 
 
 @static
@@ -49,12 +49,14 @@ class Facing(Tiling):
         """The Tiles of the keys from `key` on; `group` query heads share their head."""
         seen = self.variant.query_range(key, key + self.kv - 1, ctx)
         first = seen.first // self.rows
-        n = max(0, (min(seen.end, ctx.queries) + self.rows - 1) // self.rows - first)
+        n = max(0, (min(seen.end, ctx.seqlen_q) + self.rows - 1) // self.rows - first)
         left = max(0, (seen.inner_first + self.rows - 1) // self.rows - first)
-        right = n if seen.inner_end >= ctx.queries else seen.inner_end // self.rows - first
-        if not self.variant.ends_at_last_key and key + self.kv > ctx.keys:  # what lies behind the last key must be masked, too
+        right = n if seen.inner_end >= ctx.seqlen_q else seen.inner_end // self.rows - first
+        if (
+            not self.variant.ends_at_last_key and key + self.kv > ctx.seqlen_k
+        ):  # what lies behind the last key must be masked, too
             left = n
-        if not self.apart and key >= ctx.keys:
+        if not self.apart and key >= ctx.seqlen_k:
             n = 0
         return Tiles(
             int32(first),
@@ -107,7 +109,7 @@ class Facing(Tiling):
     def mask(self, s, ctx, key):
         """-inf for the scores that must not be seen, of keys from `key` on."""
         if not self.variant.ends_at_last_key:
-            s = right_fill(s, ctx.keys - key, -math.inf)
+            s = right_fill(s, ctx.seqlen_k - key, -math.inf)
         return self.variant.mask(s, ctx, key, -math.inf)
 
 

@@ -161,9 +161,7 @@ def config_for(
     parted = split is FixedSplits and room >= LARGE and band == BAND and dim in NARROW
     if parted and type(product) is Fp8Products and type(cache) is DenseLoader:
         keys, warps, stages, resident = NARROW[dim]
-    elif (
-        product.cache_dtype.itemsize == 1
-    ):  # twice the warps, so that a stage has as many bytes, and there is twice the work for each
+    elif product.cache_dtype.itemsize == 1:  # twice the warps: a stage has as many bytes then
         warps, resident = 2 * warps, 1
     if product.has_key_descales and band > BAND and keys > BAND:  # there are not registers for the numbers of so many
         keys, stages = keys // 2, 2 * stages
@@ -254,12 +252,10 @@ def make(config: Config):
     )
     COLUMNS, ALL_COLUMNS = config.value_dim // PARTS, config.value_dim
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
-    FAR = (
-        O.rows * O.cols <= 16 * 192 and not product.has_key_descales
-    )  # are tiles looked up two ahead? There are registers for it
+    FAR = O.rows * O.cols <= 16 * 192 and not product.has_key_descales  # are tiles looked up two ahead? If registers allow
     KNOWS = (
         type(window) is WholeCacheWindow and not window.padded and config.lie is Alike
-    )  # from numbers alone, where its keys lie?
+    )  # where its keys are, without reading?
     PIPES = product.descale_pipelines(KV, STAGES, WARPS)
     GROUPS, AHEAD = 2 + len(PIPES), STAGES - 1  # groups of copies that bring a tile; tiles under way
     NEWER = GROUPS * (STAGES - 2) + GROUPS // 2  # groups that are younger than keys, or values, that are waited for
@@ -404,9 +400,9 @@ def make(config: Config):
             )
             ctx = ctx._replace(precomputed=variant.precompute(ctx))
             k_unit, v_unit = product.head_descales(sequence, head, params)
-            (queries, known), seen, o_unit = (
+            (queries, known), state, o_unit = (
                 taken(q, ctx, head, asked, scratch),
-                softmax.begin(variant.max_floor),
+                softmax.init(variant.max_floor),
                 product.initial_unit(),
             )
             for i in range(n):
@@ -423,20 +419,20 @@ def make(config: Config):
                 here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, params)
                 numbers = product.look_up_descales(pipes, cache, sequence, int32(later + KV), sees.end, params)
                 s = window.mask(variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf), ctx, key, sees.end)
-                seen = seen.moved(s, None, scale, slack)
+                state = state.update_max(s, None, scale, slack)
                 of_values = product.v_descales(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
-                o, o_unit = product.rescale_o(seen, o_unit, of_values)
-                p = seen.weights(s, None, scale, DEEP)
-                seen = seen._replace(o=product.mma_pv(o, p, values, o_unit, of_values)).add(p)
+                o, o_unit = product.rescale_o(state, o_unit, of_values)
+                p = state.weights(s, None, scale, DEEP)
+                state = state._replace(o=product.mma_pv(o, p, values, o_unit, of_values)).add(p)
 
-            m = block.reduce_max(seen.m, scratch)
+            m = block.reduce_max(state.m, scratch)
             if result.is_final(out_tile):
                 m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
-            weight = exp2((seen.m - m) * scale)
-            l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
+            weight = exp2((state.m - m) * scale)
+            l = block.reduce_sum(finish_sum(state.l) * weight, scratch)
             if result.is_final(out_tile):
                 l = sums.finish_row_sum(l, m, scale, ctx)
-            o = seen.o * product.merge_weight(weight, o_unit)  # the warps have met, so the values are no longer read
+            o = state.o * product.merge_weight(weight, o_unit)  # the warps have met, so the values are no longer read
             add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, out_tile, params)
             if PARTS > 1:
                 block.sync()
