@@ -86,9 +86,11 @@ def asked_for(arch: str, everything: bool, pieces: Sequence[int]) -> Iterator[tu
     one, several, target = KeyWindow(False, False, False), KeyWindow(False, True, False), capability(arch)
     kinds = [(one, DenseLoader, FinalOutput), (several, PagedLoader, PartialOutput)]
     kinds += [(one, PagedLoader, FinalOutput), (several, IndexedLoader, PartialOutput)] * everything
-    forms = [*((bf16, piece) for piece in pieces), (fp16, pieces[0])]
-    for (of, piece), (window, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128)):
-        yield of, window, cache(piece), result(of, piece), has_early_launch(target), rows, shared_bytes(target)
+    forms = [*((bf16, vector_bytes) for vector_bytes in pieces), (fp16, pieces[0])]
+    for (of, vector_bytes), (window, cache, result), rows in itertools.product(
+        forms[: None if everything else 1], kinds, (1, 128)
+    ):
+        yield of, window, cache(vector_bytes), result(of, vector_bytes), has_early_launch(target), rows, shared_bytes(target)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -138,7 +140,7 @@ def make(config: Config):
         n = int32(max(0, min(work.end_tile - work.tile, (end - first + KV - 1) // KV)))
         lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
         here = cache.look_up(k, gLatent, sequence, first, end, params)
-        q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
+        q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.vector_bytes)
         for i in range(AHEAD):
             cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, params)
             here = cache.look_up(k, gLatent, sequence, int32(first + KV * (i + 1)), end, params)

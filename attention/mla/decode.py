@@ -151,8 +151,8 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     if problem("V") != (LATENT,):  # of out, if it is given
         raise problem.error("out", f"must have {LATENT} columns", "out")
     _check_heads(problem)
-    piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
-    cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
+    vector_bytes, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
+    cache, latent, dtype, gpu = _cache(problem, vector_bytes), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
     rows = problem("S")[0] * heads
     chosen = choose_family(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
@@ -162,7 +162,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
         def config(window, result):
             return ampere.config_for(dtype, window, cache, result, pdl, rows, gpu.shared_bytes)
 
-        return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
+        return _plan(problem, ampere, config, arrays, vector_bytes, causal, splits, scale, return_lse)
     arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
     arrays |= {"page_size": problem("T")[0]} if "pages" in problem and box is not None else {}
 
@@ -171,7 +171,7 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
             return hopper.gathered(dtype, False, window, cache, result)
         return hopper.Config(LatentProducts(dtype), window, box, result)
 
-    return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+    return _plan(problem, hopper, shape, arrays, vector_bytes, causal, splits, scale, return_lse)
 
 
 @program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
@@ -183,35 +183,35 @@ def _mla_decode_fp8(
         wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
         raise problem.error("latent", wanted, "q", "latent", "rotary")
     _check_heads(problem)
-    piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
-    chosen = choose_family(problem, family, piece == hopper.PIECE)
+    vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
+    chosen = choose_family(problem, family, vector_bytes == hopper.VECTOR_BYTES)
     gpu, form = machine(problem.device), problem["latent"].form
     if not has_fp8(gpu.capability):
         raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
-    if piece not in quantised.PIECES:
+    if vector_bytes not in quantised.PIECES:
         raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
     dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
-    cache = _cache(problem, piece)
+    cache = _cache(problem, vector_bytes)
     if chosen == "sm_90" and (family is not None or rows > 2 * quantised.BAND):
 
         def shape(window, result):
             return hopper.gathered(dtype, True, window, cache, result)
 
-        return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+        return _plan(problem, hopper, shape, arrays, vector_bytes, causal, splits, scale, return_lse)
 
     def config(window, result):
         return quantised.config_for(dtype, window, cache, result, pdl, rows, gpu.shared_bytes)
 
-    return _plan(problem, quantised, config, arrays, piece, causal, splits, scale, return_lse)
+    return _plan(problem, quantised, config, arrays, vector_bytes, causal, splits, scale, return_lse)
 
 
 def _plan(
-    problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], piece: int, causal: bool, splits: int | None,
-    scale: float, return_lse: bool,
+    problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], vector_bytes: int, causal: bool,
+    splits: int | None, scale: float, return_lse: bool,
 ) -> Plan:  # fmt: skip
     """The Plan of a call: the launch of attention, and if several blocks share the keys the one that joins their results.
     kernels: the module. shape: shape(reach, result) is a configuration. arrays: what its kernel takes besides."""
@@ -221,9 +221,9 @@ def _plan(
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
-    window, whole = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, piece)
+    window, whole = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
     of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
-    config = shape(window, PartialOutput(dtype, piece))
+    config = shape(window, PartialOutput(dtype, vector_bytes))
     bands = -(-rows // config.band)
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
     parts = choose_split_count(batch * bands, tiles, places, MAX_SPLITS) if splits is None else splits
@@ -261,17 +261,17 @@ def _check_heads(problem: Problem) -> None:
         raise problem.error("q", "must have at least one head", "q")
 
 
-def _cache(problem: Problem, piece: int) -> DenseLoader:
+def _cache(problem: Problem, vector_bytes: int) -> DenseLoader:
     """Where latents lie. ValueError: pages and batch_index are both given; or there is neither, and batches differ."""
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
-        return PagedLoader(piece)
+        return PagedLoader(vector_bytes)
     if "batch_index" in problem:
-        return IndexedLoader(piece)
+        return IndexedLoader(vector_bytes)
     if problem("B") != problem("C"):
         raise problem.error("latent", "batch must equal q's where there are neither pages nor batch_index", "latent", "q")
-    return DenseLoader(piece)
+    return DenseLoader(vector_bytes)
 
 
 def _box(problem: Problem) -> boxes.TmaLatents | None:

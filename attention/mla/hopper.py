@@ -32,7 +32,7 @@ from .shape import LATENT, ROTARY
 STAGES, CONSUMERS = 2, 2  # tiles in shared memory; warpgroups that share out the output's columns
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING, WIDENING = (56, 224), (72, 216), (104, 200)  # registers a thread of producer and consumers
-PIECE = 16  # bytes that all addresses are multiples of
+VECTOR_BYTES = 16  # bytes that all addresses are multiples of
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         of_rows = [(several, PagedLoader, PartialOutput)] + [(one, DenseLoader, FinalOutput)] * everything
         for of in (bf16, fp16)[: 1 + everything]:
             for window, cache, result in kinds:
-                yield Config(LatentProducts(of), window, cache, result(of, PIECE))
+                yield Config(LatentProducts(of), window, cache, result(of, VECTOR_BYTES))
             for window, lies, result in of_rows:
-                yield gathered(of, False, window, PagedLoader(PIECE), result(of, PIECE))
-                yield gathered(of, True, window, lies(PIECE), result(of, PIECE))
+                yield gathered(of, False, window, PagedLoader(VECTOR_BYTES), result(of, VECTOR_BYTES))
+                yield gathered(of, True, window, lies(VECTOR_BYTES), result(of, VECTOR_BYTES))
 
 
 def gathered(of: dtype, narrow: bool, window: KeyWindow, cache: DenseLoader, result: FinalOutput) -> Config:

@@ -16,7 +16,7 @@ BLOCK, ALL = 128, 2**30  # keys that arrive together; the count that means that 
 
 
 @static
-class Along:
+class OneBuffer:
     """In arrays like that of the queries: in the batch, and at the rows, that the Sequence says."""
 
     paged = False
@@ -55,13 +55,13 @@ class Along:
         self.fill(ring, j, source, seq, number, key, head, params)
 
     @inlined
-    def copy(self, pipe, j, source, seq, number, key, head, n, params, piece):
-        """Start copying tile j of `n` of a pipeline, `piece` bytes at a time."""
-        pipe.fill(j, source, (seq.batch, key, head, 0), 1, 3, n, piece)
+    def copy(self, pipe, j, source, seq, number, key, head, n, params, vector_bytes):
+        """Start copying tile j of `n` of a pipeline, `vector_bytes` bytes at a time."""
+        pipe.fill(j, source, (seq.batch, key, head, 0), 1, 3, n, vector_bytes)
 
 
 @static
-class Apart(Along):
+class TwoBuffers(OneBuffer):
     """Keys of two spans lie in arrays of their own, one span behind the other; all other keys lie in the kernel's arrays. So
     nobody has to put them together. Spans begin and end at a multiple of BLOCK, or where keys end. key, value: tiles of a
     block."""
@@ -106,7 +106,7 @@ class Apart(Along):
 
 
 @static
-class Arriving(Apart):
+class StreamingBuffers(TwoBuffers):
     """The same while other ranks' keys are still being copied to the kernel's arrays. params.arrived[0] counts the copies that
     are done. params.awaits[n] of them must be done before keys BLOCK n to BLOCK n + BLOCK are here; its last number is the
     number of all copies. The copies must not need a multiprocessor: all multiprocessors may be waiting here."""
@@ -138,7 +138,7 @@ class Arriving(Apart):
 
 
 @static
-class InCaches(Along):
+class IndexedCache(OneBuffer):
     """In the cache whose number is the sequence's, or params.batch_index[n]."""
 
     @property
@@ -158,12 +158,12 @@ class InCaches(Along):
         ring.fill(j, source, (self.batch(number, params), key, head))
 
     @inlined
-    def copy(self, pipe, j, source, seq, number, key, head, n, params, piece):
-        pipe.fill(j, source, (self.batch(number, params), key, head, 0), 1, 3, n, piece)
+    def copy(self, pipe, j, source, seq, number, key, head, n, params, vector_bytes):
+        pipe.fill(j, source, (self.batch(number, params), key, head, 0), 1, 3, n, vector_bytes)
 
 
 @static
-class InPages(Along):
+class PagedKeys(OneBuffer):
     """In pages of an array (page, row, head, column), whose numbers are params.pages[n]. parts: TMA brings a tile in so many,
     each of which lies in one page, where sequences begin with a page. left: do all queries see keys from params.left places
     before their own on alone? Pages ahead of these may be another's by now, and neither they nor their numbers are read."""
@@ -198,8 +198,8 @@ class InPages(Along):
         ring.fill_pages(j, source, params.pages, params.page_size, at, end, self.parts, self.begin(seq, params))
 
     @inlined
-    def copy(self, pipe, j, source, seq, number, key, head, n, params, piece):
+    def copy(self, pipe, j, source, seq, number, key, head, n, params, vector_bytes):
         """See Along. For a tile that does not exist the first pages are looked up."""
         end = seq.offset_k + seq.seqlen_k
         found = pipe.look_up(params.pages, source.shape[1], (number, int32(max(key, 0))), end, self.begin(seq, params))
-        pipe.fill_pages(j, source, found, (key, head, 0), end, n, piece)
+        pipe.fill_pages(j, source, found, (key, head, 0), end, n, vector_bytes)

@@ -15,7 +15,7 @@ from tiles.targets import is_hopper
 from ..families import require_hopper
 from .assembled import build_variant
 from .gradient import ONCE
-from .key_sources import BLOCK, Apart, Arriving
+from .key_sources import BLOCK, StreamingBuffers, TwoBuffers
 from .launches import config_of, launch, sequences_of
 from .planning import check_extents, scale_of
 
@@ -88,10 +88,10 @@ def _apart(
     """How calls of this form are done."""
     require_hopper(problem)
     check_extents(problem)
-    spec, (lie, where) = build_variant(scale_of(problem, scale), causal), sequences_of(problem)
-    config = config_of(problem, spec, True, keys, kv, lie=lie, axes=(), by_list=False)
-    held = Arriving if "arrived" in problem else Apart
-    config = replace(config, held=held(config.key, config.value))
+    spec, (seq_layout, where) = build_variant(scale_of(problem, scale), causal), sequences_of(problem)
+    config = config_of(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
+    kv_source = StreamingBuffers if "arrived" in problem else TwoBuffers
+    config = replace(config, kv_source=kv_source(config.key, config.value))
     params = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
     params |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gO": problem["out"], "gLse": problem["lse"]}

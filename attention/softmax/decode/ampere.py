@@ -49,7 +49,7 @@ from .products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from .reach import KeyWindow, WholeCacheWindow
 from .results import FinalOrPartialOutput, FinalOutput, OutputTile, PackedPartialOutput, PartialOutput
 from .splits import FixedSplits, StreamKSplits
-from .tokens import Alike, OneBehindTheOther
+from .tokens import PackedRows, UniformRows
 
 PANEL = 32  # columns of O that a warp adds up at once: a panel of float32
 
@@ -77,7 +77,7 @@ class Config:
     warps: int
     stages: int
     resident: int
-    lie: type[Alike] = Alike
+    lie: type[UniformRows] = UniformRows
     axes: tuple[int, ...] = ()
     keys_norm: AsTheyAre = AS_THEY_ARE
 
@@ -134,7 +134,7 @@ def config_for(
     head_dim: int, value_dim: int, product: SameDtypeProducts, variant: Variant, window: KeyWindow, cache: DenseLoader,
     result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[FixedSplits] = FixedSplits, pdl: bool = False,
     tall: bool = False, room: int = LARGE,
-    lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
+    lie: type[UniformRows] = UniformRows, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
     next for which there are kernels; the greater of the two decides the shape. tall: are there rows for more than one tile?
@@ -169,9 +169,9 @@ def config_for(
     return Config(padded, wide, product, variant, window, cache, result, sums, split, pdl, *shape, lie, axes, keys_norm)
 
 
-def final_or_partial(of: dtype, piece: int) -> FinalOrPartialOutput:
+def final_or_partial(of: dtype, vector_bytes: int) -> FinalOrPartialOutput:
     """The output of blocks of which some read all keys of their rows, and others a part of them."""
-    return FinalOrPartialOutput(FinalOutput(of, piece), PartialOutput(of, piece))
+    return FinalOrPartialOutput(FinalOutput(of, vector_bytes), PartialOutput(of, vector_bytes))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -195,19 +195,26 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         (Fp8Products(bf16, True), PIECES[0])
     ] * fp8
     if everything:
-        forms += [*((SameDtypeProducts(bf16), piece) for piece in PIECES[1:]), (SameDtypeProducts(fp16), PIECES[0])]
+        forms += [
+            *((SameDtypeProducts(bf16), vector_bytes) for vector_bytes in PIECES[1:]),
+            (SameDtypeProducts(fp16), PIECES[0]),
+        ]
     found = [
-        config_for(dim, dim, of, plain, window, cache(piece), result(of.q_dtype, piece), plain, split, pdl, tall, room)
-        for (of, piece), dim, (window, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
+        config_for(
+            dim, dim, of, plain, window, cache(vector_bytes), result(of.q_dtype, vector_bytes), plain, split, pdl, tall, room
+        )
+        for (of, vector_bytes), dim, (window, cache, result, split), tall in itertools.product(
+            forms, SHAPES, kinds, (False, True)
+        )
     ]
     if fp8:  # keys that have numbers of their own
-        by_key, causal, piece = Fp8KeyScaledProducts(bf16, True), KeyWindow(False, True, False), PIECES[0]
-        dense, part = DenseLoader(piece), PartialOutput(bf16, piece)
+        by_key, causal, vector_bytes = Fp8KeyScaledProducts(bf16, True), KeyWindow(False, True, False), PIECES[0]
+        dense, part = DenseLoader(vector_bytes), PartialOutput(bf16, vector_bytes)
         found.append(
             config_for(128, 128, Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl, False, room)
         )
         for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
-            lies, given = cache(piece), final_or_partial(bf16, piece)
+            lies, given = cache(vector_bytes), final_or_partial(bf16, vector_bytes)
             found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, StreamKSplits, pdl, tall, room))
     if everything:  # queries one behind the other
         kind = (
@@ -220,7 +227,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
             FixedSplits,
             pdl,
         )
-        found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
+        found += [config_for(dim, dim, *kind, tall, room, PackedRows) for dim in SHAPES for tall in (False, True)]
         read = KeyWindow(False, True, False), DenseLoader(PIECES[0]), final_or_partial(bf16, PIECES[0])
         for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
             if keys.slim or dim < max(SHAPES) or room > SMALL:  # but for what spills 32 bytes
@@ -254,7 +261,7 @@ def make(config: Config):
     ADDENDS, SLAB, SLABS = st(WARPS * BAND, COLUMNS, fp32), rt(BAND, PANEL, fp32), COLUMNS // PANEL
     FAR = O.rows * O.cols <= 16 * 192 and not product.has_key_descales  # are tiles looked up two ahead? If registers allow
     KNOWS = (
-        type(window) is WholeCacheWindow and not window.padded and config.lie is Alike
+        type(window) is WholeCacheWindow and not window.padded and config.lie is UniformRows
     )  # where its keys are, without reading?
     PIPES = product.descale_pipelines(KV, STAGES, WARPS)
     GROUPS, AHEAD = 2 + len(PIPES), STAGES - 1  # groups of copies that bring a tile; tiles under way
@@ -384,7 +391,7 @@ def make(config: Config):
             here = cache.look_up(k, gK, sequence, first, sees.end, params)
             there = cache.look_up(k, gK, sequence, int32(first + KV), sees.end, params) if FAR else here
             numbers = product.look_up_descales(pipes, cache, sequence, first, sees.end, params)
-            q.fill_pages(0, gQ, place, (out_tile.row, batch, head, 0), begin + end, None, cache.piece)
+            q.fill_pages(0, gQ, place, (out_tile.row, batch, head, 0), begin + end, None, cache.vector_bytes)
             for i in range(AHEAD):
                 key, later = int32(first + KV * i), int32(first + KV * (i + 1))
                 product.fill_k_descales(pipes, i, cache, numbers, sequence, key, head, sees.end, n, params)

@@ -14,15 +14,15 @@ TABLE = types.Array(types.int32, 2, "A")  # page numbers
 
 @static
 class DenseLoader:
-    """Sequence n lies in batch n of an array (batch, row, head, column). piece: the number of bytes of which addresses are
-    multiples."""
+    """Sequence n lies in batch n of an array (batch, row, head, column). vector_bytes: the number of bytes of which addresses
+    are multiples."""
 
-    piece: int
+    vector_bytes: int
 
     label = "dense"
 
     def __str__(self):
-        return self.label + f" by {self.piece} bytes" * (self.piece != 16)
+        return self.label + f" by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class DenseLoader:
     @inlined
     def fill(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
         """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on."""
-        pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.piece)
+        pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.vector_bytes)
 
     @inlined
     def fill_descales(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
@@ -53,7 +53,7 @@ class DenseLoader:
     @inlined
     def copy_rows(self, tile, source, lookup, sequence, key, col, end, params):
         """The same as `fill`, done by one warp: start copying rows of one head to a shared tile."""
-        copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.piece)
+        copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.vector_bytes)
 
     @inlined
     def load_fp8_rows(self, spec, source, lookup, sequence, key, col, end, params):
@@ -79,7 +79,7 @@ class IndexedLoader(DenseLoader):
     @inlined
     def fill(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
         at = int32(params.batch_index[sequence]), key, head, 0
-        pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.piece)
+        pipe.fill(j, truncate(source, 1, end), at, 1, 3, n, self.vector_bytes)
 
     @inlined
     def fill_descales(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
@@ -87,7 +87,7 @@ class IndexedLoader(DenseLoader):
 
     @inlined
     def copy_rows(self, tile, source, lookup, sequence, key, col, end, params):
-        copy_async(tile, truncate(source, 1, end), (int32(params.batch_index[sequence]), key, 0, col), 1, 3, self.piece)
+        copy_async(tile, truncate(source, 1, end), (int32(params.batch_index[sequence]), key, 0, col), 1, 3, self.vector_bytes)
 
     @inlined
     def load_fp8_rows(self, spec, source, lookup, sequence, key, col, end, params):
@@ -113,7 +113,7 @@ class PagedLoader(DenseLoader):
 
     @inlined
     def fill(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
-        pipe.fill_pages(j, source, lookup, (key, head, 0), end, n, self.piece)
+        pipe.fill_pages(j, source, lookup, (key, head, 0), end, n, self.vector_bytes)
 
     @inlined
     def fill_descales(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
@@ -125,7 +125,7 @@ class PagedLoader(DenseLoader):
 
     @inlined
     def copy_rows(self, tile, source, lookup, sequence, key, col, end, params):
-        copy_pages(tile, source, lookup, (key, 0, col), end, self.piece)
+        copy_pages(tile, source, lookup, (key, 0, col), end, self.vector_bytes)
 
     @inlined
     def load_fp8_rows(self, spec, source, lookup, sequence, key, col, end, params):

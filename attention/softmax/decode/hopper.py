@@ -21,7 +21,6 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
 
-from ..key_sources import Along, InCaches, InPages
 from ..online import LOWEST_FLOAT, Softmax, over_sum
 from ..variants import ScoreContext, Variant, arrays_of
 from .feeds import GatherFeed, TmaFeed
@@ -33,7 +32,7 @@ KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that divide the tiles of key
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING = (40, 232), (56, 224)  # registers a thread of producer and consumers
 STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: how many tiles of keys, and of values, shared memory holds
-PIECE = 16  # bytes of which all addresses are multiples
+VECTOR_BYTES = 16  # bytes of which all addresses are multiples
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Config:
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, window: KeyWindow, held: Along | None,
+    head_dim: int, value_dim: int, of: dtype, variant: Variant, window: KeyWindow, held: OneBuffer | None,
     result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[FixedSplits], axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered.
@@ -82,7 +81,7 @@ def config_for(
     stages = STAGES[max(padded, wide)]
     if held is None:
         rows = KV // WARPGROUP
-        feed: Any = GatherFeed(st(rows, padded, of), st(rows, wide, of), stages - 2, PIECE)
+        feed: Any = GatherFeed(st(rows, padded, of), st(rows, wide, of), stages - 2, VECTOR_BYTES)
     else:
         feed, stages = TmaFeed(KV, held), stages // CONSUMERS * CONSUMERS
     return Config(padded, wide, of, variant, window, feed, result, sums, split, stages, axes)
@@ -93,10 +92,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     come with `everything`."""
     if arch == "sm_90a":
         plain, causal = Variant(), KeyWindow(False, True, False)
-        kinds: list[tuple[Along | None, bool]] = [(Along(), False), (None, False)]
-        kinds += [(InPages(1), False), (InCaches(), True), (None, True)] * everything
-        for of, dim, (held, parted) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
-            either, part = FinalOrPartialOutput(FinalOutput(of, PIECE), PartialOutput(of, PIECE)), PartialOutput(of, PIECE)
+        kinds: list[tuple[OneBuffer | None, bool]] = [(OneBuffer(), False), (None, False)]
+        kinds += [(PagedKeys(1), False), (IndexedCache(), True), (None, True)] * everything
+        for of, dim, (held, fixed) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
+            either, part = (
+                FinalOrPartialOutput(FinalOutput(of, VECTOR_BYTES), PartialOutput(of, VECTOR_BYTES)),
+                PartialOutput(of, VECTOR_BYTES),
+            )
             result, split = (part, FixedSplits) if parted else (either, StreamKSplits)
             yield config_for(dim, dim, of, plain, causal, held, result, plain, split)
 

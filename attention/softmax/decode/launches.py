@@ -16,7 +16,7 @@ from ...cache import append as appending
 from ...cache import write_kernel
 from ...families import choose_family
 from ..assembled import build_variant
-from ..key_sources import Along, InCaches, InPages
+from ..key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
 from ..planning import INDICES
@@ -29,7 +29,7 @@ from .products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from .reach import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
 from .results import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
 from .splits import FixedSplits, StreamKSplits, choose_share_count, choose_split_count, underfills_gpu
-from .tokens import Alike, OneBehindTheOther
+from .tokens import PackedRows, UniformRows
 
 TILES = "q", "k", "v", "out"
 BRIEF, MANY = 1024, 8  # keys, and blocks a multiprocessor: of so many short sequences one's beginning hides another's end
@@ -137,16 +137,16 @@ def of_few(
     packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in options.aux)
     sequences = problem("N")[0] if packed else batch
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
-    rows, piece = tokens * group, problem.bytes_at_once(*TILES)
+    rows, vector_bytes = tokens * group, problem.bytes_at_once(*TILES)
     product, of_products = _product(problem)
     window, of_keys, seen = _reach(problem, options, most_keys)
     of_keys |= before.told
     variant, sums, unit, of_scores, of_sums = _scores(problem, options, norms)
-    pdl, whole = has_early_launch(gpu.capability), FinalOutput(dtype, piece)
+    pdl, whole = has_early_launch(gpu.capability), FinalOutput(dtype, vector_bytes)
     lie, part, each = (
-        (OneBehindTheOther, PackedPartialOutput(dtype, piece), -(-rows // sequences))
+        (PackedRows, PackedPartialOutput(dtype, vector_bytes), -(-rows // sequences))
         if packed
-        else (Alike, PartialOutput(dtype, piece), rows)
+        else (UniformRows, PartialOutput(dtype, vector_bytes), rows)
     )
 
     plain = type(product) is SameDtypeProducts and not packed and not norms.rows and not norms.keys.prepares
@@ -225,26 +225,26 @@ def cache_of(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand]]:
     """(how keys and values lie, the most keys that a sequence can have, the kernel's arguments for it). ValueError: arguments
     for caches do not fit each other."""
     batch, batches, rows = problem("NCT")
-    piece = problem.bytes_at_once(*TILES)
+    vector_bytes = problem.bytes_at_once(*TILES)
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
-        return PagedLoader(piece), rows * problem("M")[0] if batches else 0, {"pages": problem["pages"]}
+        return PagedLoader(vector_bytes), rows * problem("M")[0] if batches else 0, {"pages": problem["pages"]}
     if "batch_index" in problem:
-        return IndexedLoader(piece), rows if batches else 0, {"batch_index": problem["batch_index"]}
+        return IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]}
     if batches != batch:
         if "cu_seqlens" in problem:
             raise problem.error("k", f"must have {batch} batches, one a sequence, or pages or batch_index", "k")
         raise problem.error("k", "batch must equal q's where there are neither pages nor batch_index", "k", "q")
-    return DenseLoader(piece), rows, {}
+    return DenseLoader(vector_bytes), rows, {}
 
 
-def _held(problem: Problem, options: DecodeOptions) -> Along | None:
+def _held(problem: Problem, options: DecodeOptions) -> OneBuffer | None:
     """How TMA finds keys. None if it cannot, because tiles may begin anywhere in a page, or span several pages."""
     if "pages" in problem:
         whole = problem("T")[0] % hopper.KV == 0 and "leftpad" not in problem and options.left is None
-        return InPages(1) if whole else None
-    return InCaches() if "batch_index" in problem else Along()
+        return PagedKeys(1) if whole else None
+    return IndexedCache() if "batch_index" in problem else OneBuffer()
 
 
 def _product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]]:

@@ -8,7 +8,7 @@ import torch
 
 import attention
 from attention.softmax import hopper, remote_keys
-from attention.softmax.key_sources import Apart, Arriving
+from attention.softmax.key_sources import StreamingBuffers, TwoBuffers
 from attention.softmax.remote_keys import Seen
 from tiles.interpreter import Hazard
 
@@ -91,8 +91,8 @@ def test_what_is_not_awaited_is_not_waited_for():
 def test_they_are_shipped():
     """So that they are compiled for Hopper without spills."""
     for everything in (False, True):
-        kinds = [type(config.held) for config in hopper.space("sm_90a", everything)]
-        assert Apart in kinds and Arriving in kinds
+        kinds = [type(config.kv_source) for config in hopper.space("sm_90a", everything)]
+        assert TwoBuffers in kinds and StreamingBuffers in kinds
 
 
 @pytest.mark.gpu
