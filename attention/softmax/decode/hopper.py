@@ -21,6 +21,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
 
+from ..key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..online import LOWEST_FLOAT, Softmax, over_sum
 from ..variants import ScoreContext, Variant, arrays_of
 from .feeds import GatherFeed, TmaFeed
@@ -95,11 +96,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         kinds: list[tuple[OneBuffer | None, bool]] = [(OneBuffer(), False), (None, False)]
         kinds += [(PagedKeys(1), False), (IndexedCache(), True), (None, True)] * everything
         for of, dim, (held, fixed) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
-            either, part = (
-                FinalOrPartialOutput(FinalOutput(of, VECTOR_BYTES), PartialOutput(of, VECTOR_BYTES)),
-                PartialOutput(of, VECTOR_BYTES),
-            )
-            result, split = (part, FixedSplits) if parted else (either, StreamKSplits)
+            final, partial = FinalOutput(of, VECTOR_BYTES), PartialOutput(of, VECTOR_BYTES)
+            stream_k = FinalOrPartialOutput(final, partial), StreamKSplits
+            result, split = (partial, FixedSplits) if fixed else stream_k
             yield config_for(dim, dim, of, plain, causal, held, result, plain, split)
 
 
