@@ -16,7 +16,7 @@ from ..sequences import Sequence
 
 
 @static
-class ByTma:
+class TmaFeed:
     """TMA brings keys and values, from where they are `held`. kv: keys of a tile."""
 
     kv: int
@@ -51,7 +51,7 @@ class ByTma:
 
 
 @static
-class Gathered:
+class GatherFeed:
     """cp.async brings keys and values, from pages of any size whose numbers are params.pages[n]. Each of the producer's warps
     brings a quarter of a tile's rows, of types `key` and `value`. A tile is published when the next `late` ones are on their
     way. vector_bytes: the number of bytes of which addresses are multiples."""

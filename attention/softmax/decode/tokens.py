@@ -75,7 +75,7 @@ class PackedRows(UniformRows):
 
     @inlined
     def find(self, band, tokens, group, params):
-        """See Alike. The sequence is found by bisection."""
+        """See UniformRows. The sequence is found by bisection."""
         low, high = int32(0), int32(params.ends.shape[0] - 1)
         while high - low > 1:
             middle = int32((low + high) // 2)
@@ -89,7 +89,7 @@ class PackedRows(UniformRows):
 
     @inlined
     def number(self, number, splits, rows):
-        """See Alike. Here the tile decides the sequence, and the block decides the part."""
+        """See UniformRows. Here the tile decides the sequence, and the block decides the part."""
         return int32(rows.sequence * splits + number)
 
     @inlined
