@@ -1,7 +1,7 @@
 """attention.forward for attention.parallel, on Hopper: queries of one rank, with keys and values in two buffers, the rank's own
 and those that came from other ranks (key_sources.TwoBuffers). The second buffer may still be filling: then a CTA waits, before
-it loads a block of keys, until the block has arrived (key_sources.StreamingBuffers). Blocks of keys and their order are those of
-forward, so the bits are the same."""
+it loads a block of keys, until the block has arrived (key_sources.StreamingBuffers). Blocks of keys and their order are those
+of forward, so the bits are the same."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
