@@ -248,21 +248,21 @@ def make(config: Config):
         k, v, q, do, ds = smem.open()
         number, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, band)
         line = int32(blocks * (batch_head // heads) + number)  # of what is learnt
-        number, batch, share = sequences.find_keys(number, batch_head, heads, KV, params)
+        number, batch, share = sequences.find_key_block(number, batch_head, heads, KV, params)
         subgroup, span = divmod(share, spans)
         seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
-            some, row = sequences.nobodys_keys(key, batch, KV, params)
+            some, row = sequences.padding_keys(key, batch, KV, params)
             if some:
                 at_keys = int32(0), int32(row + OWN * warp), share, 0
                 result.store(gDK, zeros(DK), at_keys, VECTOR_BYTES)
                 result.store(gDV, zeros(DV), at_keys, VECTOR_BYTES)
-        if not sequences.has_keys(key, batch, params):
+        if not sequences.has_key(key, batch, params):
             return
-        if not sequences.apart:  # what lies behind the ends is another's
+        if not sequences.bounded_by_array:  # what lies behind the ends is another's
             gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if sequences.packed:
-            end, end_k = seq.offset_q + seq.seqlen_q, sequences.last_key(batch, params)
+            end, end_k = seq.offset_q + seq.seqlen_q, sequences.end_of_keys(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
         ctx = ScoreContext(

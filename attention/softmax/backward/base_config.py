@@ -69,7 +69,9 @@ class BackwardConfig(BaseConfig):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return facing(self.by_list, self.ordered, self.spans)(self.rows, self.kv, self.variant, self.seq_layout.apart)
+        return facing(self.by_list, self.ordered, self.spans)(
+            self.rows, self.kv, self.variant, self.seq_layout.bounded_by_array
+        )
 
     @property
     def of_rows(self) -> sv:

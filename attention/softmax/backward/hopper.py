@@ -84,7 +84,7 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     PARAMS, AUX, INPUT, ROUNDED = config.params, config.aux, config.dtype, config.rounded
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    brought, order, learns, result, OUT = config.brought, config.order, config.learns, config.result, config.result.dtype
+    bias_tiles, order, learns, result, OUT = config.bias_tiles, config.order, config.learns, config.result, config.result.dtype
     SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.nonlinear, int(config.sequences.packed)
     BEND = fp32 if config.exact else INPUT
     FENCED = SHARE == 1  # does each consumer publish dS itself?
@@ -108,7 +108,7 @@ def make(config: Config):
     def whole(queries, left):
         """A tile of queries with zeros behind the `left` first rows, which are the sequence's."""
         if sequences.packed:
-            sequences.clear(queries, left, CONSUMERS)
+            sequences.zero_foreign_rows(queries, left, CONSUMERS)
         return queries
 
     @inlined
@@ -117,7 +117,7 @@ def make(config: Config):
         whose scores are s."""
         k, q, do, ds, dq, sums, bias = rings
         dp = warpgroup.mm_ABt(values, whole(do.wait(j), ctx.seqlen_q - ctx.row))
-        ctx = brought.by_keys(bias, j, ctx, me // SHARE)
+        ctx = bias_tiles.load_columns(bias, j, ctx, me // SHARE)
         of_rows = sums.wait(j)
         lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
         s, bend = variant.score_and_grad(s, ctx, key)
@@ -137,7 +137,7 @@ def make(config: Config):
         if me % SHARE == 0:
             warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
             ds.publish(j)
-        brought.give_back(bias, j, FENCED)
+        bias_tiles.release(bias, j, FENCED)
         if j > 0:
             dq.publish(PARTS * (j - 1) + LAST + me, FENCED)  # only now: its fence waits for all stores, and so does dS
         sums.release(j, None, FENCED)
@@ -174,21 +174,21 @@ def make(config: Config):
         once, and what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the
         queries of each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant
         made something of it, it was `unit` Q K^T."""
-        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
+        k, v, q, do, ds, dq, sums, bias = bias_tiles.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, band)
         line = int32(blocks * (batch_head // heads) + block)  # of what is learnt
-        block, batch, share = sequences.find_keys(block, batch_head, heads, KV, params)
+        block, batch, share = sequences.find_key_block(block, batch_head, heads, KV, params)
         subgroup, span = divmod(share, spans)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and me < CONSUMERS:
-            some, row = sequences.nobodys_keys(key, batch, KV, params)
+            some, row = sequences.padding_keys(key, batch, KV, params)
             if some:
                 at_keys = int32(0), int32(row + EACH * (me // SHARE)), share
                 result.store_four(gDK, zeros(DK), (*at_keys, K_COLS * (me % SHARE)))
                 result.store_four(gDV, zeros(DV), (*at_keys, V_COLS * (me % SHARE)))
-        if not sequences.has_keys(key, batch, params):
+        if not sequences.has_key(key, batch, params):
             return
         ctx = ScoreContext(
             batch, group * subgroup, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
@@ -205,8 +205,8 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
-            sequences.clear(keys, seq.seqlen_k - key, CONSUMERS)
-            sequences.clear(values, seq.seqlen_k - key, CONSUMERS)
+            sequences.zero_foreign_rows(keys, seq.seqlen_k - key, CONSUMERS)
+            sequences.zero_foreign_rows(values, seq.seqlen_k - key, CONSUMERS)
             every.clear(keys, CONSUMERS)
             every.clear(values, CONSUMERS)
             keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
@@ -232,7 +232,7 @@ def make(config: Config):
                 dq.publish(PARTS * (j - 1) + LAST + me)
             row = seq.offset_k + key + EACH * (me // SHARE)
             if sequences.packed:
-                end = sequences.last_key(batch, params)
+                end = sequences.end_of_keys(batch, params)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
             result.store_four(gDK, dk * unit, (seq.batch, row, share, K_COLS * (me % SHARE)))
             result.store_four(gDV, variant.output(dv, ctx), (seq.batch, row, share, V_COLS * (me % SHARE)))

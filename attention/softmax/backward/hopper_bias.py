@@ -73,7 +73,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, COLS, EACH, OTHERS = config.rows, config.kv, warpgroup.ROWS, config.others
-    PARAMS, AUX, variant, tiling, brought = config.params, config.aux, config.variant, config.tiling, config.brought
+    PARAMS, AUX, variant, tiling, bias_tiles = config.params, config.aux, config.variant, config.tiling, config.bias_tiles
     sequences, result, (keep, claim) = config.sequences, of_sums(config.adds), REGISTERS
     S, readers = rt(16, COLS, fp32), CONSUMERS * warpgroup.WARPGROUP
     DOUT = st(ROWS, config.value_dim, config.dtype)
@@ -82,7 +82,7 @@ def make(config: Config):
         k=ring(config.key, STAGES, readers),
         v=ring(config.value, STAGES, readers),
         do=ring(DOUT, STAGES, readers),
-        **brought.rings(STAGES, readers),
+        **bias_tiles.rings(STAGES, readers),
     )
 
     @inlined
@@ -110,7 +110,7 @@ def make(config: Config):
         numbers = int32(2 * OTHERS * (ctx.row // OTHERS) + ctx.row % OTHERS)
         lse = load(gSums, S.col_vec, (ctx.batch, ctx.head, numbers))
         delta = load(gSums, S.col_vec, (ctx.batch, ctx.head, int32(numbers + OTHERS)))
-        ctx = brought.own_rows(tile, ctx._replace(precomputed=variant.precompute(ctx)), me)
+        ctx = bias_tiles.load_rows_of_tile(tile, ctx._replace(precomputed=variant.precompute(ctx)), me)
         s = warpgroup.wait(s, newer=1)
         q.release(n)
         k.release(n)
@@ -130,7 +130,7 @@ def make(config: Config):
         """A share of `every` tile of dBias, which has `own_heads` heads, `own_tiles` tiles of queries and `blocks` of keys;
         `batches` and `heads` share each. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key
         head."""
-        q, k, v, do, tiles = brought.open(smem)
+        q, k, v, do, tiles = bias_tiles.open(smem)
         me = warpgroup.id()
         t = n = int32(0)  # tiles, and their queries and keys, so far
         if me == CONSUMERS:
@@ -138,7 +138,7 @@ def make(config: Config):
             for m in range(cuda.blockIdx.x, every, cuda.gridDim.x):
                 ctx, key, seen, _ = place(m, own_heads, own_tiles, blocks, params, aux)
                 if seen:
-                    brought.fill(tiles, t, params, (ctx.batch, ctx.head, ctx.row, key // COLS))
+                    bias_tiles.fill(tiles, t, params, (ctx.batch, ctx.head, ctx.row, key // COLS))
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
                         batch, head = int32(ctx.batch + batch), int32(ctx.head + head)
@@ -161,7 +161,7 @@ def make(config: Config):
                         here = ctx._replace(batch=int32(ctx.batch + batch), head=int32(ctx.head + head), row=mine)
                         total = total + slope(n, tile, rings, gSums, here, key, cut, me, scale)
                         n = int32(n + 1)
-                    brought.give_back(tiles, t)
+                    bias_tiles.release(tiles, t)
                     t = int32(t + 1)
                 result.store_sums(gDBias, total, (ctx.batch, ctx.head, mine, key))
 

@@ -70,7 +70,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, bias_tiles = config.params, config.aux, config.dtype, config.order, config.bias_tiles
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
@@ -83,7 +83,7 @@ def make(config: Config):
         ds=ring(st(ROWS, KV, INPUT), config.ds_stages, gathers, READERS),
         dq=ring(parts.tile, config.dq_stages, 1, gathers),
         sums=ring(config.of_rows, config.stages, READERS),
-        **brought.rings(1, READERS),
+        **bias_tiles.rings(1, READERS),
     )
     turn = warpgroup.ping_pong(CONSUMERS)
 
@@ -107,8 +107,8 @@ def make(config: Config):
             turn.take(warpgroup.id())
         q.release(j)
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # computed anew, to save registers
-        ctx = brought.by_keys(bias, j, ctx, warpgroup.id())
-        brought.give_back(bias, j)
+        ctx = bias_tiles.load_columns(bias, j, ctx, warpgroup.id())
+        bias_tiles.release(bias, j)
         s, bend = variant.score_and_grad(s, ctx, mine)
         if BENDS:
             bend = INPUT(bend)  # to save registers
@@ -162,7 +162,7 @@ def make(config: Config):
         band: INT, group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
-        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
+        k, v, q, do, ds, dq, sums, bias = bias_tiles.open(smem)
         grid.follow()
         me = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, band)

@@ -68,7 +68,7 @@ def memory(config: Config):
         ds=ring(st(config.rows, config.kv, config.dtype), config.ds_stages, READERS, READERS // config.share),
         dq=ring(config.parts.tile, config.dq_stages, 1, warpgroup.WARPGROUP),
         sums=ring(config.of_rows, config.stages, READERS),
-        **config.brought.rings(config.places, READERS),
+        **config.bias_tiles.rings(config.places, READERS),
     )
 
 
@@ -76,7 +76,7 @@ def bringing(config: Config, ahead: bool = False):
     """What the producer's first warp does. ahead: consumers wait for one tile of queries more than there are, and for keys and
     values even if no query sees them."""
     KV, ROWS, AHEAD = config.kv, config.rows, ahead
-    tiling, order, sequences, brought = config.tiling, config.order, config.sequences, config.brought
+    tiling, order, sequences, bias_tiles = config.tiling, config.order, config.sequences, config.bias_tiles
 
     @inlined
     def bring(arrays, rings, seq, block, kv_head, every, key, ctx, group, above):
@@ -86,16 +86,16 @@ def bringing(config: Config, ahead: bool = False):
         gK, gV, gQ, gDO, gSums = arrays
         k, v, q, do, sums, bias = rings
         tiles, head, place = int32(group * every.n), int32(ctx.head), order.start(every)
-        at_keys = seq.batch, sequences.begins(seq.offset_k, block, KV), kv_head
+        at_keys = seq.batch, sequences.tma_offset(seq.offset_k, block, KV), kv_head
         if AHEAD or tiles > 0:
             k.fill(0, gK, at_keys)
         if AHEAD:
             v.fill(0, gV, at_keys)
         for j in range(tiles):
             tile = tiling.number(every, place, key, ctx, group)
-            begins = sequences.begins(seq.offset_q, tile, ROWS)
+            begins = sequences.tma_offset(seq.offset_q, tile, ROWS)
             q.fill(j, gQ, (seq.batch, begins, head))
-            brought.fill(bias, j, ctx.params, (ctx.batch, head, int32(ROWS * tile), block))
+            bias_tiles.fill(bias, j, ctx.params, (ctx.batch, head, int32(ROWS * tile), block))
             if j == 0 and not AHEAD:
                 v.fill(0, gV, at_keys)
             do.fill(j, gDO, (seq.batch, begins, head))

@@ -174,7 +174,7 @@ class Recomputed:
         j; `at` of these scores). n: how many tiles came before."""
         q, k, v, do = rooms
         gQ, gK, gV, gDO = arrays
-        if not self.sequences.apart:  # behind the ends lie rows of another sequence
+        if not self.sequences.bounded_by_array:  # behind the ends lie rows of another sequence
             gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if self.sequences.packed:
             gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)

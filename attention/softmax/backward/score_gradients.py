@@ -28,7 +28,7 @@ def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.NOWHERE and array != "bias":
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
-    both = None if found is None or found.even else found.score_and_grad
+    both = None if found is None or found.linear else found.score_and_grad
     if array == "bias":
         return [recomputed_scores.Added(both)]
     if array == "alibi":
