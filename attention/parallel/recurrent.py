@@ -144,7 +144,7 @@ class Delta(Recurrence):
         told = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
         if told.get("decay") is not None and told["decay"].ndim > 1:
             told["decay"] = place.packed(told["decay"])
-        return delta.states(k, v, beta, begin, skipped=self._forgotten(place), **told)
+        return delta.final_states(k, v, beta, begin, skipped=self._forgotten(place), **told)
 
     def _forgotten(self, place: Part) -> Any:
         """What need not be walked for a state, as it has decayed to nothing at the end: see Part.forgotten. A token multiplies
