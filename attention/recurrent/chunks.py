@@ -292,9 +292,9 @@ def plan_channel_decay(problem: Problem, arrays: Arrays, scale: float) -> tuple[
     sizes = padded_dim, consumers, DTYPES[problem.forms["decay"].dtype], DTYPES[problem.dtype], is_varlen(problem)
     steps, scratch = [], ScratchAllocator(problem)
 
-    def launch(module, scanned: int, **arguments) -> Step:
+    def launch(module, grid_segments: int, **arguments) -> Step:
         return kernel_for(module, interned(module.Config, *sizes), problem.device).bind(
-            sequences * heads * blocks * scanned,
+            sequences * heads * blocks * grid_segments,
             length=length,
             blocks=blocks,
             segments=segments,

@@ -216,17 +216,17 @@ def _plan_segments(problem: Problem, arrays: dict, by_channel: bool, scale: floa
             )
         )
         arrays = arrays | {"gInitialState": segment_states}
-    return [*steps, _scan_chunks(problem, arrays, columns, last_pass, segments, segments=segments, scale=scale)], scratch.every
+    return [*steps, _scan_chunks(problem, arrays, columns, last_pass, segments, segments=segments, scale=scale)], scratch.shapes
 
 
 def _scan_chunks(
-    problem: Problem, arrays: dict, columns: int, module: Any, scanned: int, from_identity: bool = False, **numbers: Any
+    problem: Problem, arrays: dict, columns: int, module: Any, grid_segments: int, from_identity: bool = False, **numbers: Any
 ) -> Step:
-    """The launch of one of Hopper's chunk kernels for `scanned` segments of each sequence and states with so many columns.
-    from_identity: see delta_states_hopper.Config. numbers: further arguments of the kernel."""
+    """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
+    columns. from_identity: see delta_states_hopper.Config. numbers: further arguments of the kernel."""
     batch, length, heads, key_heads, key_dim, sequences = problem("BSHGKN")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
-    one_each = sequences * heads * scanned * width <= machine(problem.device).processors  # an SM for each 64 columns
+    one_each = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
     sizes = pad_key_dim(key_dim, delta_hopper.STAGES), 1 if one_each or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
     dtype, kind = DTYPES[problem.dtype], (from_identity,) if from_identity else ()
     if module in (kda_hopper, kda_states_hopper):
@@ -237,7 +237,7 @@ def _scan_chunks(
             arrays["gGates"] = gates.spread(0, length).spread(0, batch)
     blocks = -(-width // config.consumers)
     return kernel_for(module, config, problem.device).bind(
-        sequences * heads * scanned * blocks,
+        sequences * heads * grid_segments * blocks,
         length=length,
         blocks=blocks,
         heads=key_heads,

@@ -54,7 +54,7 @@ def pack_batches(seq_idx: Any, x: Any, stream: Any) -> PackedBatches:
         raise ValueError(f"seq_idx: must have the axes B, S of x: seq_idx.shape={array.shape}, x.shape={values.shape}")
     if array.device != values.device:
         raise ValueError(
-            f"seq_idx: must be on the device of x (None: host memory): seq_idx.device={array.device}, x.device={values.device}"
+            f"seq_idx: must lie where x does (None: host memory): seq_idx.device={array.device}, x.device={values.device}"
         )
     if not array.form.extent:
         raise ValueError(f"seq_idx: must have at least one token: seq_idx.shape={array.shape}")

@@ -88,7 +88,7 @@ def test_token_by_token(place):
 
 def test_too_few_columns():
     _, k, v, beta, _ = inputs(1, 20, 1, 64, 32)
-    with pytest.raises(ValueError, match="initial_state: must have a column for each of v's"):
+    with pytest.raises(ValueError, match="initial_state: must have at least as many columns as v"):
         final_states(k, v, beta, np.zeros((1, 1, 64, 16), np.float32))
 
 

@@ -146,7 +146,7 @@ def test_states_that_cannot_be_moved(change, message):
 
 def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
     monkeypatch.setattr(token_loop, "MAX_GRID_YZ", 2)
-    with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: 4, 3"):
+    with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: heads=4, sequences=3"):
         linear_step(**inputs(48, 80))
 
 
