@@ -3,12 +3,12 @@ pipelines (by cp.async). How sequences lie, and which of their keys count, is sa
 
 from typing import Any
 
-from numba.cuda import types
 from numpy import int32
 
 from ops import wait_count
 from tiles import inlined, static
 from tiles.arguments import ENDS, INT, tiled
+from tiles.numba_names import types
 from tiles.types import gl, st
 
 TABLE = types.Array(types.int32, 2, "A")  # page numbers
