@@ -30,8 +30,8 @@ from tiles.targets import LARGE, SMALL, capability, shared_bytes
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig, padded_dim
-from .dq_order import LAST_FIRST, UNORDERED, Ordered, Unordered
-from .dq_parts import BAND, PANEL, Direct, Held
+from .dq_order import REVERSE_TILES, UNORDERED, AscendingAdds, UnorderedAdds
+from .dq_parts import BAND, PANEL, DirectParts, WarpParts
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,32 @@ class Config(BackwardConfig):
     a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
     and strides are multiples of. alone: does a block have all keys, and each query see one?"""
 
-    own: int
+    warp_keys: int
     step: int
-    apart: bool
+    split: bool
     resident: int
-    together: int = 1
+    elements_per_add: int = 1
     piece: int = 16
-    alone: bool = field(default=False, kw_only=True)
+    single_block: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
         if self.parts.count % self.warps:
             raise ValueError(f"{self.warps} warps cannot have as many of {self.parts.count} parts of dQ each: {self}")
 
     @property
-    def in_order(self) -> Ordered:
-        return Ordered(self.warps, False)
+    def ordered_adds(self) -> AscendingAdds:
+        return AscendingAdds(self.warps, False)
 
     @property
-    def order(self) -> Unordered:
-        if self.alone:
-            return LAST_FIRST if self.ordered else UNORDERED
+    def order(self) -> UnorderedAdds:
+        if self.single_block:
+            return REVERSE_TILES if self.deterministic else UNORDERED
         return super().order
 
     @property
     def warps(self) -> int:
         """Of a thread block."""
-        return self.kv // self.own * (2 if self.apart else 1)
+        return self.kv // self.warp_keys * (2 if self.split else 1)
 
     @property
     def threads(self) -> int:
@@ -73,18 +73,18 @@ class Config(BackwardConfig):
         return LANES * self.warps
 
     @property
-    def learners(self) -> int:
+    def slope_warps(self) -> int:
         """How many warps of a block leave what they have learnt."""
-        return self.kv // self.own
+        return self.kv // self.warp_keys
 
     @property
-    def parts(self) -> Held:
+    def parts(self) -> WarpParts:
         """How dQ is cut."""
-        cut = self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together
-        return Direct(*cut, self.result) if self.alone else Held(*cut)
+        masked = self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.elements_per_add
+        return DirectParts(*masked, self.result) if self.single_block else WarpParts(*masked)
 
     def __str__(self):
-        return super().__str__() + " alone" * self.alone + f", by {self.piece} bytes" * (self.piece != 16)
+        return super().__str__() + " alone" * self.single_block + f", by {self.piece} bytes" * (self.piece != 16)
 
 
 Shape = tuple[int, int, int, int, bool, int]  # kv, queries, own, step, apart, resident
@@ -141,21 +141,21 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
         config = config_for(head_dim, of, variant, piece, room=shared_bytes(capability(arch)))
-        yield from (config, replace(config, alone=True))
+        yield from (config, replace(config, single_block=True))
         if arch == "sm_90a":
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
                     of_short = config_for(head_dim, of, variant, piece, room=LARGE, shape=shape)
-                    yield from (of_short, replace(of_short, alone=True))
+                    yield from (of_short, replace(of_short, single_block=True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.own, config.step, config.warps, config.piece
-    GIVEN, AUX, INPUT, APART, BENDS = config.given, config.aux, config.dtype, config.apart, config.variant.bends
+    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.warp_keys, config.step, config.warps, config.piece
+    GIVEN, AUX, INPUT, SPLIT, NONLINEAR = config.given, config.aux, config.dtype, config.split, config.variant.bends
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
+    order, slope_gradient, result, OUT = config.order, config.slope_gradient, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
     GROUPS = WARPS // WARPGROUP
     EACH, SUMS = parts.count // WARPS, parts.array  # how many parts of dQ a warp has; where they go
@@ -166,148 +166,148 @@ def make(config: Config):
         v=pipeline(config.value, 1, WARPS),
         q=pipeline(config.query, 1, WARPS),
         do=pipeline(config.dout, 1, WARPS),
-        ds=st(ROWS * OWNERS * (2 if APART and BENDS else 1), OWN, INPUT),
+        ds=st(ROWS * OWNERS * (2 if SPLIT and NONLINEAR else 1), OWN, INPUT),
     )
 
     @inlined
-    def alone(j, sums, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+    def one_warp_step(j, sums, dslope, q, do, keys, values, ds_tile, mine, at, masked, key, gLseDelta, place, scale):
         """A warp's dK and dV with tile j of queries, what it has learnt, and dS for all, some queries after the other."""
         (dk, dv), (batch, head, row) = sums, place
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         for n in range(STEPS):
             here, its_q, its_do = at._replace(row=int32(at.row + STEP * n)), subtile(queries, STEP, n), subtile(dout, STEP, n)
             s = turned(mma_ABt(zeros(SCORES), keys, its_q))
-            lse = load(gSums, S.col_vec, (batch, head, int32(row + STEP * n)), -2, -1, True)
-            s, bend = variant.bent(s, here, key)
-            p = INPUT(tiling.weights(s, lse, cut, here, key, scale))
+            lse = load(gLseDelta, S.col_vec, (batch, head, int32(row + STEP * n)), -2, -1, True)
+            s, grad = variant.bent(s, here, key)
+            p = INPUT(tiling.weights(s, lse, masked, here, key, scale))
             dv = mma_AB(dv, turned(variant.left(p)), its_do)
             dp = turned(mma_ABt(zeros(SCORES), values, its_do))
-            delta = load(gSums, S.col_vec, (batch, head, int32(row + ROWS + STEP * n)), -2, -1, True)
-            slope = variant.slope(fp32(p), dp, delta, here)
-            learnt, slope = learns.add(learnt, slope, here, key), INPUT(slope * bend)
-            store(subtile(ds, STEP, STEPS * mine + n), slope)
-            dk = mma_AB(dk, turned(slope), its_q)
-        return (dk, dv), learnt
+            delta = load(gLseDelta, S.col_vec, (batch, head, int32(row + ROWS + STEP * n)), -2, -1, True)
+            ds = variant.slope(fp32(p), dp, delta, here)
+            dslope, ds = slope_gradient.add(dslope, ds, here, key), INPUT(ds * grad)
+            store(subtile(ds_tile, STEP, STEPS * mine + n), ds)
+            dk = mma_AB(dk, turned(ds), its_q)
+        return (dk, dv), dslope
 
     @inlined
-    def apart(j, sum, learnt, q, do, keys, values, ds, mine, at, cut, key, gSums, place, scale):
+    def two_warp_step(j, sum, dslope, q, do, keys, values, ds_tile, mine, at, masked, key, gLseDelta, place, scale):
         """The same of two warps, the first of which has dV and the other dK. P goes from one to the other where dS will lie,
         and behind all dS what scores are bent by."""
         first, (batch, head, row) = warp_index() < OWNERS, place
-        of_rows = load(gSums, S.col_vec, (batch, head, row if first else int32(row + ROWS)), -2, -1, True)
+        of_rows = load(gLseDelta, S.col_vec, (batch, head, row if first else int32(row + ROWS)), -2, -1, True)
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         x = turned(mma_ABt(zeros(SCORES), keys if first else values, queries if first else dout))
         if first:
-            s, bend = variant.bent(x, at, key)
-            p = INPUT(tiling.weights(s, of_rows, cut, at, key, scale))
-            store(subtile(ds, ROWS, mine), p)
-            if BENDS:
-                store(subtile(ds, ROWS, OWNERS + mine), INPUT(bend))
+            s, grad = variant.bent(x, at, key)
+            p = INPUT(tiling.weights(s, of_rows, masked, at, key, scale))
+            store(subtile(ds_tile, ROWS, mine), p)
+            if NONLINEAR:
+                store(subtile(ds_tile, ROWS, OWNERS + mine), INPUT(grad))
             block.sync()
             sum = mma_AB(sum, turned(variant.left(p)), dout)
         else:
             block.sync()
-            slope = variant.slope(fp32(load(subtile(ds, ROWS, mine), P)), x, of_rows, at)
-            learnt = learns.add(learnt, slope, at, key)
-            if BENDS:
-                slope = slope * fp32(load(subtile(ds, ROWS, OWNERS + mine), P))
-            slope = INPUT(slope)
-            store(subtile(ds, ROWS, mine), slope)
-            sum = mma_AB(sum, turned(slope), queries)
-        return sum, learnt
+            ds = variant.slope(fp32(load(subtile(ds_tile, ROWS, mine), P)), x, of_rows, at)
+            dslope = slope_gradient.add(dslope, ds, at, key)
+            if NONLINEAR:
+                ds = ds * fp32(load(subtile(ds_tile, ROWS, OWNERS + mine), P))
+            ds = INPUT(ds)
+            store(subtile(ds_tile, ROWS, mine), ds)
+            sum = mma_AB(sum, turned(ds), queries)
+        return sum, dslope
 
     @inlined
-    def add(n, keys, ds, gSum, pair, tile, unit):
+    def add(n, keys, ds_tile, gDQAccum, pair, tile, unit):
         """Part n of what a block adds to a tile of dQ."""
         (down, right), part = divmod(n, PANELS), zeros(PART)
         for m in range(OWNERS):
-            part = mma_AB(part, subtile(ds, BAND, BANDS * m + down), subtile(keys, OWN, m, PANEL, right))
-        parts.add(gSum, part, pair, tile, n, unit)
+            part = mma_AB(part, subtile(ds_tile, BAND, BANDS * m + down), subtile(keys, OWN, m, PANEL, right))
+        parts.add(gDQAccum, part, pair, tile, n, unit)
 
-    step = apart if APART else alone
+    step = two_warp_step if SPLIT else one_warp_step
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: SUMS,
-        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gDQAccum: SUMS,
+        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
         what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
         each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
         something of it, it was `unit` Q K^T."""
-        k, v, q, do, ds = smem.open()
-        number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        k, v, q, do, ds_tile = smem.open()
+        number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
-        number, batch, share = sequences.find_keys(number, pair, heads, KV, given)
-        subgroup, span = divmod(share, spans)
-        own, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_index()
+        number, batch, partial = sequences.find_keys(number, pair, heads, KV, given)
+        head_group, split = divmod(partial, splits)
+        seq, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
             some, row = sequences.nobodys_keys(key, batch, KV, given)
             if some:
-                at_keys = int32(0), int32(row + OWN * warp), share, 0
+                at_keys = int32(0), int32(row + OWN * warp), partial, 0
                 result.store(gDK, zeros(DK), at_keys, PIECE)
                 result.store(gDV, zeros(DV), at_keys, PIECE)
         if not sequences.has_keys(key, batch, given):
             return
         if not sequences.apart:  # what lies behind the ends is another's
-            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+            gK, gV = truncate(gK, 1, seq.key + seq.keys), truncate(gV, 1, seq.key + seq.keys)
         if sequences.packed:
-            end, end_k = own.query + own.queries, sequences.last_key(batch, given)
+            end, end_k = seq.query + seq.queries, sequences.last_key(batch, given)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
-        mine, own_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
-        at = At(batch, group * subgroup, int32(0), int32(own.keys - own.queries), own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
-        first = int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
-        tiles, above = int32(group * every.n), sequences.first_tile(batch, given)
-        kv_head, _ = divmod(share, shares)
-        k.fill(0, gK, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (own.batch, own.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        q.fill(0, gQ, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
-        do.fill(0, gDO, (own.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
-        every_key = k.wait(0, 3)
-        every_value = v.wait(0, 2)
-        every.clear(every_key, GROUPS)
-        every.clear(every_value, GROUPS)
-        keys, values = subtile(every_key, OWN, mine), subtile(every_value, OWN, mine)
-        sums, learnt = zeros(DK) if APART else (zeros(DK), zeros(DV)), learns.begin(SCORES)
-        head, i, of = int32(group * subgroup), int32(0), int32(group * divmod(pair, spans)[0])
+        mine, warp_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
+        at = At(batch, group * head_group, int32(0), int32(seq.keys - seq.queries), seq.queries, seq.keys, given, aux, 0)
+        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        first = int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, at, group))
+        tiles, above = int32(group * q_tiles.n), sequences.first_tile(batch, given)
+        kv_head, _ = divmod(partial, partials)
+        k.fill(0, gK, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
+        v.fill(0, gV, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
+        q.fill(0, gQ, (seq.batch, first, group * head_group, 0), 1, 3, tiles, PIECE)
+        do.fill(0, gDO, (seq.batch, first, group * head_group, 0), 1, 3, tiles, PIECE)
+        k_tile = k.wait(0, 3)
+        v_tile = v.wait(0, 2)
+        q_tiles.clear(k_tile, GROUPS)
+        q_tiles.clear(v_tile, GROUPS)
+        keys, values = subtile(k_tile, OWN, mine), subtile(v_tile, OWN, mine)
+        sums, dslope = zeros(DK) if SPLIT else (zeros(DK), zeros(DV)), slope_gradient.init(SCORES)
+        head, i, of = int32(group * head_group), int32(0), int32(group * divmod(pair, splits)[0])
         for j in range(tiles):
-            nth = order.nth(every.n, i)
-            tile = tiling.tile(every, nth, key, at, group)
+            index = order.visit_index(q_tiles.n, i)
+            tile = tiling.tile_index(q_tiles, index, key, at, group)
             stands = at._replace(head=head, row=int32(ROWS * tile))
             here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
-            place, cut = (own.batch, head, int32(2 * ROWS * to)), tiling.cut(every, nth)
-            sums, learnt = step(j, sums, learnt, q, do, keys, values, ds, mine, here, cut, own_key, gSums, place, scale)
+            place, masked = (seq.batch, head, int32(2 * ROWS * to)), tiling.needs_mask(q_tiles, index)
+            sums, dslope = step(j, sums, dslope, q, do, keys, values, ds_tile, mine, here, masked, warp_key, gLseDelta, place, scale)
             block.sync()
-            last = i + 1 == every.n  # of the head's tiles
-            row = first if last else int32(own.query + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, at, group))
-            later = own.batch, row, int32(head + 1) if last else head, 0
+            last = i + 1 == q_tiles.n  # of the head's tiles
+            row = first if last else int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, i + 1), key, at, group))
+            later = seq.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
-            behind = order.behind(tiling, number, tile, at, group)
-            order.take(given, of, to, 0, behind)
-            if APART:
+            prior = order.prior_adds(tiling, number, tile, at, group)
+            order.acquire(given, of, to, 0, prior)
+            if SPLIT:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
-                    add(n, every_key, ds, gSum, of, to, unit)
+                    add(n, k_tile, ds_tile, gDQAccum, of, to, unit)
                     n = int32(n + WARPS)
             else:
                 for n in range(EACH):
-                    add(int32(warp + WARPS * n), every_key, ds, gSum, of, to, unit)
-            order.give(given, of, to, 0, behind)
+                    add(int32(warp + WARPS * n), k_tile, ds_tile, gDQAccum, of, to, unit)
+            order.release(given, of, to, 0, prior)
             if last:
-                if not APART or warp >= OWNERS:
-                    learns.give(learnt, given, here, int32(OWNERS * line + mine))
-                learnt = learns.begin(SCORES)
+                if not SPLIT or warp >= OWNERS:
+                    slope_gradient.store(dslope, given, here, int32(OWNERS * line + mine))
+                dslope = slope_gradient.init(SCORES)
             head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
-        row = own.key + own_key
-        if not APART:
-            result.store(gDK, sums[0] * unit, (own.batch, row, share, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], at), (own.batch, row, share, 0), PIECE)
+        row = seq.key + warp_key
+        if not SPLIT:
+            result.store(gDK, sums[0] * unit, (seq.batch, row, partial, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], at), (seq.batch, row, partial, 0), PIECE)
         elif warp >= OWNERS:
-            result.store(gDK, sums * unit, (own.batch, row, share, 0), PIECE)
+            result.store(gDK, sums * unit, (seq.batch, row, partial, 0), PIECE)
         else:
-            result.store(gDV, variant.output(sums, at), (own.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums, at), (seq.batch, row, partial, 0), PIECE)
 
     return attend, smem

@@ -7,11 +7,11 @@ from tiles import fp32, st, sv
 from tiles.arguments import Record, record
 
 from ..base_config import BaseConfig
-from .dq_order import UNORDERED, Ordered, Unordered
-from .query_lists import facing
-from .results import Added, Written
-from .slopes import UNASKED, Unasked
-from .tiling import Facing
+from .dq_order import UNORDERED, AscendingAdds, UnorderedAdds
+from .query_lists import query_tiling
+from .results import AccumulateGradient, StoreGradient
+from .slopes import NO_SLOPE_GRADIENT, NoSlopeGradient
+from .tiling import QueryTiling
 
 DIMS = 64, 128, 256  # to which head dims are padded, but by hopper_wide.py
 
@@ -27,39 +27,39 @@ class BackwardConfig(BaseConfig):
     learns: see slopes.py. spans: do thread blocks share the queries that see their keys? See shares.py."""
 
     queries: int
-    ordered: bool = field(default=False, kw_only=True)
-    stores: bool = field(default=False, kw_only=True)
-    adds: bool = field(default=False, kw_only=True)
-    learns: Unasked = field(default=UNASKED, kw_only=True)
-    spans: bool = field(default=False, kw_only=True)
+    deterministic: bool = field(default=False, kw_only=True)
+    stores_first: bool = field(default=False, kw_only=True)
+    accumulate: bool = field(default=False, kw_only=True)
+    slope_gradient: NoSlopeGradient = field(default=NO_SLOPE_GRADIENT, kw_only=True)
+    splits_queries: bool = field(default=False, kw_only=True)
     early = False  # whether it begins while the grid before it ends
     piece = 16  # the bytes that addresses and strides are multiples of
-    alone = False  # whether a block has all keys, and writes dQ
+    single_block = False  # whether a block has all keys, and writes dQ
 
     @property
-    def in_order(self) -> Ordered:
+    def ordered_adds(self) -> AscendingAdds:
         """How blocks add to dQ in a fixed order; each family defines it."""
         raise NotImplementedError
 
     @property
-    def in_any(self) -> Unordered:
+    def unordered_adds(self) -> UnorderedAdds:
         """How blocks add to dQ if the order does not matter."""
         return UNORDERED
 
     @property
-    def order(self) -> Unordered:
+    def order(self) -> UnorderedAdds:
         """In which order blocks add to dQ."""
-        return self.in_order if self.ordered else self.in_any
+        return self.ordered_adds if self.deterministic else self.unordered_adds
 
     @property
-    def result(self) -> Written:
+    def result(self) -> StoreGradient:
         """How gradients are stored."""
-        return Added(fp32) if self.adds else Written(self.dtype)
+        return AccumulateGradient(fp32) if self.accumulate else StoreGradient(self.dtype)
 
     @property
     def given(self) -> Record:
         """The kernel's arguments for the variant, for sequences, for lists, for the order and for slopes."""
-        return record(**super().given.fields, **self.order.given, **self.learns.given)
+        return record(**super().given.fields, **self.order.given, **self.slope_gradient.given)
 
     @property
     def rows(self) -> int:
@@ -67,12 +67,12 @@ class BackwardConfig(BaseConfig):
         return self.queries
 
     @property
-    def tiling(self) -> Facing:
+    def tiling(self) -> QueryTiling:
         """Which queries see a block of keys."""
-        return facing(self.by_list, self.ordered, self.spans)(self.rows, self.kv, self.variant, self.lie.apart)
+        return query_tiling(self.by_list, self.deterministic, self.splits_queries)(self.rows, self.kv, self.variant, self.lie.apart)
 
     @property
-    def of_rows(self) -> sv:
+    def lse_delta(self) -> sv:
         """Two numbers for each row of a tile: first the log-sum-exps of all rows, then their sums of dO O."""
         return sv(2 * self.rows, fp32)
 
@@ -82,4 +82,4 @@ class BackwardConfig(BaseConfig):
         return st(self.rows, self.value_dim, self.dtype)
 
     def __str__(self):
-        return super().__str__() + str(self.order) + " spans" * self.spans + " adds" * self.adds + str(self.learns)
+        return super().__str__() + str(self.order) + " spans" * self.splits_queries + " adds" * self.accumulate + str(self.slope_gradient)

@@ -18,7 +18,7 @@ from ..scores import Biased
 from ..variants import At
 from . import recomputed_scores
 from .dq_parts import BAND
-from .results import of_sums
+from .results import float32_output
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,31 @@ class Config(recomputed_scores.Config):
     there."""
 
     one_row: bool = field(kw_only=True)
-    adds: bool = field(default=False, kw_only=True)
+    accumulate: bool = field(default=False, kw_only=True)
 
     def __str__(self):
-        return super().__str__() + ", one row" * self.one_row + ", adds" * self.adds
+        return super().__str__() + ", one row" * self.one_row + ", adds" * self.accumulate
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16, whole pieces."""
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         for one_row in (False, True):
-            read, others = recomputed_scores.Added(None), 64
-            yield Config(padded, padded, bf16, Biased(True), kv, queries, others, None, PIECES[0], None, read, one_row=one_row)
+            read, main_rows = recomputed_scores.BiasRead(None), 64
+            yield Config(padded, padded, bf16, Biased(True), kv, queries, main_rows, None, PIECES[0], None, read, one_row=one_row)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, KV, ONE_ROW, INPUT, GIVEN, AUX = config.rows, config.kv, config.one_row, config.dtype, config.given, config.aux
-    scores, sequences, result = recomputed_scores.recomputed(config), config.sequences, of_sums(config.adds)
+    scores, sequences, result = recomputed_scores.recomputation(config), config.sequences, float32_output(config.accumulate)
     S = scores.tile
-    smem = shared(**recomputed_scores.room(config), sums=sv(KV * config.warps, fp32))
+    smem = shared(**recomputed_scores.tile_buffers(config), sums=sv(KV * config.warps, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gDBias: array(4),
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gDBias: array(4),
         given: GIVEN, aux: AUX, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT, heads: INT, tiles: INT, group: INT,
         scale: FLOAT,
     ):  # fmt: skip
@@ -66,11 +66,11 @@ def make(config: Config):
             pair, tile = divmod(int32(m), tiles)
             batch, head = divmod(pair, heads)
             batch, head, tile = int32(own_batch + batch), int32(own_head + head), int32(own_tile + tile)
-            own = sequences.sequence(batch, given)
-            at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-            if scores.seen(tile, number, at):
+            seq = sequences.sequence(batch, given)
+            at = At(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+            if scores.may_see(tile, number, at):
                 arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
-                w, _, _, _ = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
+                w, _, _, _ = scores.weighted_ds(n, tile, number, at, seq, group, rooms, arrays, gLseDelta, scale)
                 total, n = total + w, int32(n + 1)
                 block.sync()
         key, warp = int32(KV * number), int32(cuda.threadIdx.x // LANES)
@@ -79,6 +79,6 @@ def make(config: Config):
             if warp == 0:
                 result.store_vector(gDBias, found, S.row_vec, (own_batch, own_head, int32(0), key))
         else:
-            result.store_sums(gDBias, total, (own_batch, own_head, int32(ROWS * own_tile + BAND * warp), key))
+            result.store_tile(gDBias, total, (own_batch, own_head, int32(ROWS * own_tile + BAND * warp), key))
 
     return biased, smem

@@ -6,17 +6,17 @@ from numpy import int32
 
 from ops import count_stored, count_up, stores_done, tma_add, tma_store, wait_count
 from tiles import inlined, static
-from tiles.arguments import TURNS
+from tiles.arguments import SEMAPHORES
 
-SHARING = 6  # multiprocessors that work on one pair at a time, if later queries see more keys: see launches.band_of
-GROUP = 3  # the same for Snaking; also the number of blocks of keys in one of its groups
+SMS_PER_HEAD = 6  # multiprocessors that work on one pair at a time, if later queries see more keys: see launches.band_of
+SNAKE_GROUP = 3  # the same for Snaking; also the number of blocks of keys in one of its groups
 
 
 @static
-class Unordered:
+class UnorderedAdds:
     """Blocks add as they come, so the last bits of dQ differ from call to call."""
 
-    sharing = SHARING
+    sms_per_head = SMS_PER_HEAD
 
     def __str__(self):
         return ""
@@ -27,27 +27,27 @@ class Unordered:
         return {}
 
     @property
-    def clears(self) -> bool:
+    def needs_zeros(self) -> bool:
         """Must sums be cleared before the first block adds to them?"""
         return True
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
+    def place(self, tiling, number, blocks, pairs, raster_group):
         """The (block of keys, pair of share and batch) of a thread block: see Facing."""
-        return tiling.place(number, blocks, pairs, band)
+        return tiling.place(number, blocks, pairs, raster_group)
 
     @inlined
-    def nth(self, n, i):
+    def visit_index(self, n, i):
         """Which of the n tiles of queries that see a block of keys is the i-th that the block works on."""
         return i
 
     @inlined
-    def start(self, tiles):
+    def first_visited(self, tiles):
         """The tile that it works on first, if the tiles stand in a row."""
         return int32(tiles.first)
 
     @inlined
-    def following(self, tiles, head, tile):
+    def next_tile(self, tiles, head, tile):
         """(head, tile) behind this one; behind the last tile of a head comes the first of the next. (They are counted: a
         division would take the producer's time, a nested loop its registers.)"""
         tile = int32(tile + 1)
@@ -56,31 +56,31 @@ class Unordered:
         return head, tile
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
+    def prior_adds(self, tiling, block, tile, at, group):
         """How many blocks add to a tile of queries before this block of keys does."""
-        return tiling.before(block, tile, at, group)
+        return tiling.blocks_before(block, tile, at, group)
 
     @inlined
-    def begin(self, given, pair, tile):
+    def init_semaphores(self, given, pair, tile):
         """Prepare a tile of queries, before any block adds to it; done by one warp."""
 
     @inlined
-    def take(self, given, pair, tile, line, behind):
+    def acquire(self, given, pair, tile, semaphore, prior):
         """Wait until a warp may add its parts to a tile of queries of a pair of head and batch: until `behind` blocks have
         added."""
 
     @inlined
-    def add(self, sums, at, part, behind):
+    def add(self, dq_accum, at, part, prior):
         """Add a part of dQ to the sums at `at`, by TMA; done by one warp."""
-        tma_add(sums, at, part)
+        tma_add(dq_accum, at, part)
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
+    def release(self, given, pair, tile, semaphore, prior):
         """Say that the warp has added its parts to the tile."""
 
 
 @static
-class Turns(Unordered):
+class OrderedAdds(UnorderedAdds):
     """What the ways below have in common: a counter for each tile says how often blocks of keys have added to it, and blocks
     wait for a value of it. `warps` warps of a block add to a tile, `in_bulk` by TMA or else by themselves. The parts of a tile
     may be divided into several `lines`, which are added to in order, each without waiting for the others. stores: the first
@@ -95,50 +95,50 @@ class Turns(Unordered):
     ops.wait_count)."""
 
     warps: int
-    in_bulk: bool
-    lines: int = 1
-    stores: bool = False
+    by_tma: bool
+    semaphores: int = 1
+    stores_first: bool = False
 
     @property
     def given(self) -> dict[str, Any]:
-        return {"turns": TURNS}
+        return {"dq_semaphores": SEMAPHORES}
 
     @property
-    def clears(self) -> bool:
-        return not self.stores
+    def needs_zeros(self) -> bool:
+        return not self.stores_first
 
     @inlined
-    def begin(self, given, pair, tile):
-        for line in range(self.lines):
-            given.turns[pair, self.lines * tile + line] = int32(0)
+    def init_semaphores(self, given, pair, tile):
+        for semaphore in range(self.semaphores):
+            given.dq_semaphores[pair, self.semaphores * tile + semaphore] = int32(0)
 
     @inlined
-    def take(self, given, pair, tile, line, behind):
-        wait_count(given.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
+    def acquire(self, given, pair, tile, semaphore, prior):
+        wait_count(given.dq_semaphores, (pair, int32(self.semaphores * tile + semaphore)), int32(self.warps * prior))
 
     @inlined
-    def add(self, sums, at, part, behind):
-        if self.stores:
-            if behind == 0:
-                tma_store(sums, at, part)
+    def add(self, dq_accum, at, part, prior):
+        if self.stores_first:
+            if prior == 0:
+                tma_store(dq_accum, at, part)
             else:
-                tma_add(sums, at, part)
+                tma_add(dq_accum, at, part)
         else:
-            tma_add(sums, at, part)
+            tma_add(dq_accum, at, part)
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
-        turn = pair, int32(self.lines * tile + line)
-        if self.in_bulk:
+    def release(self, given, pair, tile, semaphore, prior):
+        turn = pair, int32(self.semaphores * tile + semaphore)
+        if self.by_tma:
             stores_done()
-        if self.in_bulk and not (self.stores and behind == 0):
-            count_stored(given.turns, turn)
+        if self.by_tma and not (self.stores_first and prior == 0):
+            count_stored(given.dq_semaphores, turn)
         else:
-            count_up(given.turns, turn)
+            count_up(given.dq_semaphores, turn)
 
 
 @static
-class Ordered(Turns):
+class AscendingAdds(OrderedAdds):
     """Blocks add one after the other, from the first keys to the last, so that dQ has the same bits in every call.
 
     A block waits only for blocks of earlier keys, which have begun before it: there is no deadlock, however few run at once.
@@ -150,18 +150,18 @@ class Ordered(Turns):
     query_lists.Ranking."""
 
     def __str__(self):
-        return " ordered" + " stores" * self.stores
+        return " ordered" + " stores" * self.stores_first
 
     @inlined
-    def nth(self, n, i):
+    def visit_index(self, n, i):
         return int32(n - 1 - i)
 
     @inlined
-    def start(self, tiles):
+    def first_visited(self, tiles):
         return int32(tiles.first + tiles.n - 1)
 
     @inlined
-    def following(self, tiles, head, tile):
+    def next_tile(self, tiles, head, tile):
         tile = int32(tile - 1)
         if tile < tiles.first:
             head, tile = int32(head + 1), int32(tiles.first + tiles.n - 1)
@@ -169,7 +169,7 @@ class Ordered(Turns):
 
 
 @static
-class Snaking(Ordered):
+class SnakeAdds(AscendingAdds):
     """The same where later queries see more keys, and all see the first: in groups of GROUP blocks, in turns from the group's
     last keys to its first and from its first to its last.
 
@@ -185,31 +185,31 @@ class Snaking(Ordered):
     Thread blocks begin in the order in which they add, so each waits for those alone that have begun before it, as in Ordered:
     no deadlock. Which block adds as which depends on the block's number, and on nothing else: the same bits for any heads."""
 
-    sharing = GROUP
+    sms_per_head = SNAKE_GROUP
 
     def __str__(self):
-        return " snaking" + " stores" * self.stores
+        return " snaking" + " stores" * self.stores_first
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
-        block, pair = tiling.place(number, blocks, pairs, band)
-        if block % (2 * GROUP) < GROUP:
-            first = block - block % GROUP
-            block = first + min(first + GROUP, blocks) - 1 - block
+    def place(self, tiling, number, blocks, pairs, raster_group):
+        block, pair = tiling.place(number, blocks, pairs, raster_group)
+        if block % (2 * SNAKE_GROUP) < SNAKE_GROUP:
+            first = block - block % SNAKE_GROUP
+            block = first + min(first + SNAKE_GROUP, blocks) - 1 - block
         return int32(block), pair
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
+    def prior_adds(self, tiling, block, tile, at, group):
         """See Unordered: of a group from its last keys on, those that come after this block and that the tile sees, too."""
-        if block % (2 * GROUP) < GROUP:
-            first = block - block % GROUP
-            return int32(first + min(first + GROUP, tiling.end(tile, at)) - 1 - block)
+        if block % (2 * SNAKE_GROUP) < SNAKE_GROUP:
+            first = block - block % SNAKE_GROUP
+            return int32(first + min(first + SNAKE_GROUP, tiling.end_block(tile, at)) - 1 - block)
         else:
             return int32(block)
 
 
 @static
-class Heading(Turns):
+class LastBlockStores(OrderedAdds):
     """Blocks add as they come, except that the block with the last keys that a tile of queries sees stores its parts, before
     the others add. If later queries see more keys, those are the first tiles that a block works on. Blocks begin from the last
     keys to the first, so each waits only for blocks that have begun before it, for what these do first, and hardly ever long.
@@ -219,31 +219,31 @@ class Heading(Turns):
         return " heading"
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
-        block, pair = tiling.place(number, blocks, pairs, band)
+    def place(self, tiling, number, blocks, pairs, raster_group):
+        block, pair = tiling.place(number, blocks, pairs, raster_group)
         return int32(blocks - 1 - block), pair
 
     @inlined
-    def behind(self, tiling, block, tile, at, group):
+    def prior_adds(self, tiling, block, tile, at, group):
         """See Unordered: 0 of those that store, else 1."""
-        return int32(block + 1 < tiling.end(tile, at))
+        return int32(block + 1 < tiling.end_block(tile, at))
 
     @inlined
-    def give(self, given, pair, tile, line, behind):
+    def release(self, given, pair, tile, semaphore, prior):
         """See Unordered. Nobody waits for what is added, only for what is stored."""
-        if behind == 0:
+        if prior == 0:
             stores_done()
-            count_up(given.turns, (pair, int32(self.lines * tile + line)))
+            count_up(given.dq_semaphores, (pair, int32(self.semaphores * tile + semaphore)))
 
 
 @static
-class LastFirst(Unordered):
+class ReverseTiles(UnorderedAdds):
     """The same, each block from its last tile of queries to its first, as in Ordered. For blocks that have all keys, where the
     order matters: their dK and dV are sums in the order in which many blocks take them, each of which has some of the keys."""
 
     @inlined
-    def nth(self, n, i):
+    def visit_index(self, n, i):
         return int32(n - 1 - i)
 
 
-UNORDERED, LAST_FIRST = Unordered(), LastFirst()
+UNORDERED, REVERSE_TILES = UnorderedAdds(), ReverseTiles()

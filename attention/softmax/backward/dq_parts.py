@@ -18,7 +18,7 @@ LINE = 32  # columns of the shared tiles that parts go through
 
 
 @static
-class ByRows:
+class RowParts:
     """Parts are 64 queries of dQ each. The kernel's tiles have `queries` queries, its blocks `keys` keys, heads `columns`
     columns."""
 
@@ -33,53 +33,53 @@ class ByRows:
         return self.queries // ROWS
 
     @property
-    def across(self) -> int:
+    def part_columns(self) -> int:
         """Columns of a part."""
         return self.columns
 
     @property
-    def tile(self) -> st:
+    def part_tile(self) -> st:
         """A part in shared memory."""
-        return st(ROWS * self.across // LINE, LINE, fp32)
+        return st(ROWS * self.part_columns // LINE, LINE, fp32)
 
     @property
-    def width(self) -> int:
+    def sum_columns(self) -> int:
         """Columns of the sums."""
         return LINE
 
     @property
-    def rows(self) -> int:
+    def sum_rows(self) -> int:
         """Rows of a tile's sums."""
-        return self.count * self.tile.rows
+        return self.count * self.part_tile.rows
 
     @inlined
-    def product(self, n, ds, keys):
+    def issue(self, n, ds, keys):
         """Part n, pending."""
         return warpgroup.mm_AB(part_of(ds, ROWS, n), keys)
 
     @property
-    def bands(self) -> int:
+    def warp_tiles(self) -> int:
         """How many warps share the work of finishing a tile of queries."""
         return self.count * ROWS // BAND
 
     @property
-    def finished(self) -> rt:
+    def warp_tile(self) -> rt:
         """The type of what one of these warps finishes."""
-        return rt(BAND, self.across, fp32)
+        return rt(BAND, self.part_columns, fp32)
 
     @inlined
-    def load(self, gSum, pair, tile, band):
+    def load(self, gDQAccum, pair, tile, n):
         """What one of these warps finishes: 16 rows of a tile's parts."""
-        row = self.rows * tile + BAND * self.across // LINE * band
-        return load_held(gSum, self.finished, (pair, int32(row), 0), QUAD)
+        row = self.sum_rows * tile + BAND * self.part_columns // LINE * n
+        return load_held(gDQAccum, self.warp_tile, (pair, int32(row), 0), QUAD)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band, result):
+    def finish(self, gDQ, x, batch, row, head, n, result):
         """Write these rows to dQ. row: the tile's first query. result: see results.py."""
-        result.store(gDQ, x, (batch, row + BAND * band, head, 0), True)
+        result.store(gDQ, x, (batch, row + BAND * n, head, 0), True)
 
 
-class ByColumns(ByRows):
+class ColumnParts(RowParts):
     """Parts are 64 columns of dQ each, computed as dQ^T = K^T dS^T: for any number of queries."""
 
     @property
@@ -87,25 +87,25 @@ class ByColumns(ByRows):
         return self.columns // ROWS
 
     @property
-    def across(self) -> int:
+    def part_columns(self) -> int:
         return self.queries
 
     @inlined
-    def product(self, n, ds, keys):
+    def issue(self, n, ds, keys):
         return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, ROWS, n), ds)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band, result):
-        result.store(gDQ, transpose(result.dtype(x)), (batch, row, head, BAND * band), True)
+    def finish(self, gDQ, x, batch, row, head, n, result):
+        result.store(gDQ, transpose(result.dtype(x)), (batch, row, head, BAND * n), True)
 
 
 @static
-class Held(ByRows):
+class WarpParts(RowParts):
     """Parts are 16 queries and 64 columns of dQ each, which warps add without TMA. piece: the bytes that the address and
-    strides of dQ are multiples of. together: how many of its elements a lane adds at once."""
+    strides of dQ are multiples of. elements_per_add: how many of its elements a lane adds at once."""
 
     piece: int
-    together: int
+    elements_per_add: int
 
     @property
     def count(self) -> int:
@@ -117,43 +117,43 @@ class Held(ByRows):
         return array(3)
 
     @inlined
-    def add(self, gSum, part, pair, tile, n, unit):
+    def add(self, gDQAccum, part, pair, tile, n, unit):
         """Add part n of a tile of queries to its sums."""
-        add_held(gSum, part, self.place(pair, tile, n), self.together)
+        add_held(gDQAccum, part, self.sum_index(pair, tile, n), self.elements_per_add)
 
     @property
-    def width(self) -> int:
+    def sum_columns(self) -> int:
         return self.columns
 
     @property
-    def rows(self) -> int:
+    def sum_rows(self) -> int:
         return self.queries
 
     @property
-    def bands(self) -> int:
+    def warp_tiles(self) -> int:
         return self.count
 
     @inlined
-    def place(self, pair, tile, n):
+    def sum_index(self, pair, tile, n):
         """The index of part n of a tile of queries among the sums."""
         return pair, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
 
     @property
-    def finished(self) -> rt:
+    def warp_tile(self) -> rt:
         return rt(BAND, PANEL, fp32)
 
     @inlined
-    def load(self, gSum, pair, tile, band):
-        return load_held(gSum, self.finished, self.place(pair, tile, band), self.together)
+    def load(self, gDQAccum, pair, tile, n):
+        return load_held(gDQAccum, self.warp_tile, self.sum_index(pair, tile, n), self.elements_per_add)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, band, result):
-        down, right = divmod(band, self.columns // PANEL)
+    def finish(self, gDQ, x, batch, row, head, n, result):
+        down, right = divmod(n, self.columns // PANEL)
         result.store(gDQ, x, (batch, row + BAND * down, head, PANEL * right), self.piece)
 
 
 @static
-class Direct(Held):
+class DirectParts(WarpParts):
     """The same where a block has all keys: its parts are all there is of dQ, and are written at once, times `unit`. result: see
     results.py."""
 
@@ -169,6 +169,6 @@ class Direct(Held):
         self.finish(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
 
 
-def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> ByRows:
+def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> RowParts:
     """By rows if that gives all consumers the same work, else by columns."""
-    return (ByColumns if queries % (consumers * ROWS) else ByRows)(queries, keys, columns, dtype)
+    return (ColumnParts if queries % (consumers * ROWS) else RowParts)(queries, keys, columns, dtype)

@@ -22,7 +22,7 @@ from tiles.layout import LANES
 from ..scores import Sloped
 from ..variants import At
 from . import recomputed_scores
-from .results import of_sums
+from .results import float32_output
 
 NOWHERE = 2.0**24  # an index greater than all others: indices are float32
 AT_ONCE = 64  # sums that a warp clears or adds at once
@@ -34,16 +34,16 @@ SHARED_BY = 4  # the most thread blocks that share a multiprocessor
 def make(config: recomputed_scores.Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GIVEN, AUX, WARPS, PACKED = config.dtype, config.given, config.aux, config.warps, config.sequences.packed
-    scores, sequences, read = recomputed_scores.recomputed(config), config.sequences, config.read
+    scores, sequences, read = recomputed_scores.recomputation(config), config.sequences, config.read
     S = scores.tile
-    smem = shared(**recomputed_scores.room(config))
+    smem = shared(**recomputed_scores.tile_buffers(config))
 
     @inlined
-    def added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale):
+    def added(n, tile, number, at, seq, group, rooms, arrays, gLseDelta, gFound, mine, scale):
         """Add up a tile of scores, of a tile of queries and a block of keys. Returns how many tiles the block has gone
         through."""
-        w, i, j, here = scores.weighted(n, tile, number, at, own, group, rooms, arrays, gSums, scale)
-        place = zeros(S) + read.place(i, j, here)
+        w, i, j, here = scores.weighted_ds(n, tile, number, at, seq, group, rooms, arrays, gLseDelta, scale)
+        place = zeros(S) + read.element(i, j, here)
         counts = (place >= 0.0) & (w != 0.0)
         least, most = tile_min(where(counts, place, NOWHERE)), tile_max(where(counts, place, -1.0))
         for element in range(int32(least), int32(most) + 1):
@@ -57,7 +57,7 @@ def make(config: recomputed_scores.Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def elements(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gFound: array(2),
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gFound: array(2),
         given: GIVEN, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Add up the tiles of this thread block (its number, and every gridDim-th after that) in its warps' rows of sums, from
@@ -73,25 +73,25 @@ def make(config: recomputed_scores.Config):
             rest, number = divmod(int32(m), blocks)
             pair, tile = divmod(rest, tiles)
             tile, batch, head = sequences.find(tile, pair, heads, given)
-            own = sequences.sequence(batch, given)
-            at = At(batch, head, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
+            seq = sequences.sequence(batch, given)
+            at = At(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
             arrays, rooms = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
                 if sequences.has(tile, batch, given):
-                    every = scores.tiling.key_blocks(scores.rows * tile, at)
-                    for seen in range(int32(every.first + number), int32(every.first + every.n), blocks):
-                        n = added(n, tile, int32(seen), at, own, group, rooms, arrays, gSums, gFound, mine, scale)
-            elif scores.seen(tile, number, at):
-                n = added(n, tile, number, at, own, group, rooms, arrays, gSums, gFound, mine, scale)
+                    kv_blocks = scores.tiling.key_blocks(scores.rows * tile, at)
+                    for seen in range(int32(kv_blocks.first + number), int32(kv_blocks.first + kv_blocks.n), blocks):
+                        n = added(n, tile, int32(seen), at, seq, group, rooms, arrays, gLseDelta, gFound, mine, scale)
+            elif scores.may_see(tile, number, at):
+                n = added(n, tile, number, at, seq, group, rooms, arrays, gLseDelta, gFound, mine, scale)
 
     return elements, smem
 
 
 @dataclass(frozen=True)
-class Total:
+class SumElementRows:
     """The configuration of the kernel that adds rows of sums. adds: to what the array holds."""
 
-    adds: bool = False
+    accumulate: bool = False
 
     @property
     def threads(self):
@@ -99,13 +99,13 @@ class Total:
         return LANES
 
     def __str__(self):
-        return "rows of sums" + ", adds" * self.adds
+        return "rows of sums" + ", adds" * self.accumulate
 
     @staticmethod
     @functools.cache
-    def make(config: "Total"):
+    def make(config: "SumElementRows"):
         """(kernel, shared memory)."""
-        X, result = rt(16, AT_ONCE, fp32), of_sums(config.adds)
+        X, result = rt(16, AT_ONCE, fp32), float32_output(config.accumulate)
 
         @cuda.jit(launch_bounds=(LANES, 1), fastmath=True)
         def total(gFound: array(2), gOut: array(2)):
@@ -121,7 +121,7 @@ class Total:
 def space(arch: str, everything: bool) -> Iterator[recomputed_scores.Config]:
     """What an architecture is served with: bf16, whole pieces."""
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
-        read, others = recomputed_scores.Slope(None, False), 64
+        read, main_rows = recomputed_scores.SlopeRead(None, False), 64
         yield recomputed_scores.Config(
-            padded, padded, bf16, Sloped(True, True), kv, queries, others, None, PIECES[0], None, read
+            padded, padded, bf16, Sloped(True, True), kv, queries, main_rows, None, PIECES[0], None, read
         )

@@ -14,8 +14,8 @@ from tiles.layout import LANES
 
 from ..sequences import Batched
 from . import ampere, hopper
-from .dq_parts import ByRows
-from .results import Written
+from .dq_parts import RowParts
+from .results import StoreGradient
 
 WARPS = 4  # of a thread block
 
@@ -25,8 +25,8 @@ class Config:
     """The kernel's configuration: how dQ is cut, how sequences lie, how the gradient is stored, and whether the kernel begins
     while the main kernel's grid ends."""
 
-    parts: ByRows
-    result: Written
+    parts: RowParts
+    result: StoreGradient
     lie: type[Batched] = field(default=Batched, kw_only=True)
     early: bool = field(default=False, kw_only=True)
     threads = LANES * WARPS
@@ -57,17 +57,17 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with: what the main kernel's are."""
     configs = itertools.chain.from_iterable(module.space(arch, everything) for module in (hopper, ampere))
-    yield from dict.fromkeys(config_of(config) for config in configs if not config.alone)
+    yield from dict.fromkeys(config_of(config) for config in configs if not config.single_block)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, BANDS, QUERIES, result = config.parts, config.parts.bands, config.parts.queries, config.result
+    parts, BANDS, QUERIES, result = config.parts, config.parts.warp_tiles, config.parts.queries, config.result
     sequences, GIVEN, OUT, EARLY = config.sequences, config.given, config.result.dtype, config.early
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def finish(gSum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
+    def finish(gDQAccum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
         """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
         if EARLY:
             grid.wait()
@@ -76,15 +76,15 @@ def make(config: Config):
         if sequences.packed:
             some, row = sequences.nobodys(block, batch, given)
             if some:
-                for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                    parts.finish(gDQ, zeros(parts.finished), int32(0), row, head, int32(band), result)
+                for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
+                    parts.finish(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
         if sequences.has(block, batch, given):
-            own = sequences.sequence(batch, given)
-            row = int32(own.query + QUERIES * block)
+            seq = sequences.sequence(batch, given)
+            row = int32(seq.query + QUERIES * block)
             if sequences.packed:
-                gDQ = truncate(gDQ, 1, own.query + own.queries)
-            for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                x = parts.load(gSum, pair, tile, int32(band)) * unit
-                parts.finish(gDQ, x, own.batch, row, head, int32(band), result)
+                gDQ = truncate(gDQ, 1, seq.query + seq.queries)
+            for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
+                x = parts.load(gDQAccum, pair, tile, int32(n)) * unit
+                parts.finish(gDQ, x, seq.batch, row, head, int32(n), result)
 
     return finish, None

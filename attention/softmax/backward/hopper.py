@@ -24,8 +24,8 @@ from ..variants import At
 from ..visible_keys import CAUSAL, FULL
 from . import hopper_pipeline
 from .base_config import padded_dim
-from .hopper_pipeline import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
-from .slopes import UNASKED
+from .hopper_pipeline import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
+from .slopes import NO_SLOPE_GRADIENT
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Config(hopper_pipeline.Config):
     """A kernel's shape. Each consumer owns 64 keys; where a block has no more than 64, half of the columns of dK and dV. exact:
     derivatives of scores stay in float32; else they are rounded, which takes fewer registers."""
 
-    exact: bool = False
+    float32_grad: bool = False
 
     @property
     def threads(self) -> int:
@@ -43,7 +43,7 @@ class Config(hopper_pipeline.Config):
 
 SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
     64: {"kv": 128, "queries": 128},
-    128: {"kv": 128, "queries": 64, "rounded": True, "exact": True, "places": 2},
+    128: {"kv": 128, "queries": 64, "rounded_p": True, "float32_grad": True, "bias_stages": 2},
     256: {"kv": 64, "queries": 64, "do_stages": 1, "ds_stages": 1},
 }
 
@@ -52,11 +52,11 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
     padded = padded_dim(head_dim, value_dim)
-    shape = SHAPES[padded] | ({"rounded": True} if variant.scored or variant.draws else {})
+    shape = SHAPES[padded] | ({"rounded_p": True} if variant.scored or variant.draws else {})
     if variant.brings and padded == 64:  # there is room for no more
         shape = shape | {"ds_stages": 1}
-    if kind.get("learns", UNASKED) is not UNASKED:  # sums of dS would have the rounding of weights
-        shape = shape | {"rounded": False}
+    if kind.get("learns", NO_SLOPE_GRADIENT) is not NO_SLOPE_GRADIENT:  # sums of dS would have the rounding of weights
+        shape = shape | {"rounded_p": False}
     return Config(padded, padded, dtype, variant, **shape, **kind)
 
 
@@ -82,25 +82,25 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded
+    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded_p
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    brought, order, learns, result, OUT = config.brought, config.order, config.learns, config.result, config.result.dtype
-    SHARE, PARTS, BENDS, UNIT = config.share, config.parts.count, config.variant.bends, int(config.sequences.packed)
-    BEND = fp32 if config.exact else INPUT
-    FENCED = SHARE == 1  # does each consumer publish dS itself?
+    brought, order, slope_gradient, result, OUT = config.brought, config.order, config.slope_gradient, config.result, config.result.dtype
+    COLUMN_SPLITS, PARTS, NONLINEAR, UNIT = config.column_splits, config.parts.count, config.variant.bends, int(config.sequences.packed)
+    GRAD = fp32 if config.float32_grad else INPUT
+    FENCED = COLUMN_SPLITS == 1  # does each consumer publish dS itself?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
-    K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
+    K_COLS, V_COLS = config.head_dim // COLUMN_SPLITS, config.value_dim // COLUMN_SPLITS
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES = rt(16, ROWS, fp32)
-    LEARNERS, (keep, claim) = config.learners, REGISTERS
+    LEARNERS, (keep, claim) = config.slope_warps, REGISTERS
     smem = hopper_pipeline.memory(config)
-    bring, send = hopper_pipeline.bringing(config, ahead=True), hopper_pipeline.sending(config)
+    load_tiles, add_dq = hopper_pipeline.make_load(config, ahead=True), hopper_pipeline.make_add_dq(config)
 
     @inlined
-    def columns(tile, cols, share):
+    def columns(tile, cols, partial):
         """A consumer's columns of a tile."""
-        if SHARE > 1:
-            return subtile(tile, ROWS, 0, cols, share)
+        if COLUMN_SPLITS > 1:
+            return subtile(tile, ROWS, 0, cols, partial)
         else:
             return tile
 
@@ -112,125 +112,125 @@ def make(config: Config):
         return queries
 
     @inlined
-    def step(j, s, dk, dv, learnt, cut, rings, keys, values, me, at, coming, key, scale):
+    def step(j, s, dk, dv, dslope, masked, rings, keys, values, wg, at, coming, key, scale):
         """(the scores of the next tile of queries, which begins with query `coming`; dK, dV and the slopes' sum) after tile j,
         whose scores are s."""
-        k, q, do, ds, dq, sums, bias = rings
+        k, q, do, ds_ring, dq_ring, lse_delta, bias = rings
         dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
-        at = brought.by_keys(bias, j, at, me // SHARE)
-        of_rows = sums.wait(j)
-        lse = load(subtile(of_rows, ROWS, 0), S.col_vec)
-        s, bend = variant.bent(s, at, key)
-        if BENDS:
-            bend = BEND(bend)
-        p = tiling.weights(s, lse, cut, at, key, scale)
-        weights = INPUT(turned(p))
-        dv = warpgroup.mma_AB(dv, variant.left(weights), columns(do.wait(j), V_COLS, me % SHARE))
+        at = brought.by_keys(bias, j, at, wg // COLUMN_SPLITS)
+        vectors = lse_delta.wait(j)
+        lse = load(subtile(vectors, ROWS, 0), S.col_vec)
+        s, grad = variant.bent(s, at, key)
+        if NONLINEAR:
+            grad = GRAD(grad)
+        p = tiling.weights(s, lse, masked, at, key, scale)
+        p16 = INPUT(turned(p))
+        dv = warpgroup.mma_AB(dv, variant.left(p16), columns(do.wait(j), V_COLS, wg % COLUMN_SPLITS))
         dp = turned(warpgroup.wait(dp, newer=1))
         if ROUNDED:
-            p = fp32(turned(weights))
-        slope = variant.slope(p, dp, load(subtile(of_rows, ROWS, 1), S.col_vec), at)
-        learnt = learns.add(learnt, slope, at, key)
-        if BENDS:
-            slope = slope * fp32(bend)
-        slope = INPUT(turned(slope))
-        if me % SHARE == 0:
-            warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me // SHARE), slope)
-            ds.publish(j)
+            p = fp32(turned(p16))
+        ds = variant.slope(p, dp, load(subtile(vectors, ROWS, 1), S.col_vec), at)
+        dslope = slope_gradient.add(dslope, ds, at, key)
+        if NONLINEAR:
+            ds = ds * fp32(grad)
+        ds = INPUT(turned(ds))
+        if wg % COLUMN_SPLITS == 0:
+            warpgroup.store_transposed(subtile(ds_ring.claim(j), ROWS, 0, EACH, wg // COLUMN_SPLITS), ds)
+            ds_ring.publish(j)
         brought.give_back(bias, j, FENCED)
         if j > 0:
-            dq.publish(PARTS * (j - 1) + LAST + me, FENCED)  # only now: its fence waits for all stores, and so does dS
-        sums.release(j, None, FENCED)
+            dq_ring.publish(PARTS * (j - 1) + LAST + wg, FENCED)  # only now: its fence waits for all stores, and so does dS
+        lse_delta.release(j, None, FENCED)
         if TWICE:
-            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dk = warpgroup.mma_AB(dk, ds, columns(q.wait(j), K_COLS, wg % COLUMN_SPLITS))
             dv = warpgroup.wait(dv, newer=1)
             do.release(j)
-            every = ds.wait(j)
-            part = parts.product(me, every, k.wait(0))
-            warpgroup.store_held(dq.claim(PARTS * j + me), warpgroup.wait(part))
-            dq.publish(PARTS * j + me)
+            ds_tile = ds_ring.wait(j)
+            part = parts.issue(wg, ds_tile, k.wait(0))
+            warpgroup.store_held(dq_ring.claim(PARTS * j + wg), warpgroup.wait(part))
+            dq_ring.publish(PARTS * j + wg)
         else:
-            dk = warpgroup.mma_AB(dk, slope, columns(q.wait(j), K_COLS, me % SHARE))
+            dk = warpgroup.mma_AB(dk, ds, columns(q.wait(j), K_COLS, wg % COLUMN_SPLITS))
             dv = warpgroup.wait(dv, newer=1)
             do.release(j)
-            every = ds.wait(j)
-        part = parts.product(LAST + me, every, k.wait(0))
+            ds_tile = ds_ring.wait(j)
+        part = parts.issue(LAST + wg, ds_tile, k.wait(0))
         s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), at.queries - coming))
         part = warpgroup.wait(part, newer=1)
-        ds.release(j)
+        ds_ring.release(j)
         dk = warpgroup.wait(dk, newer=1)
         q.release(j)
-        warpgroup.store_held(dq.claim(PARTS * j + LAST + me), part)
-        return turned(warpgroup.wait(s)), dk, dv, learnt
+        warpgroup.store_held(dq_ring.claim(PARTS * j + LAST + wg), part)
+        return turned(warpgroup.wait(s)), dk, dv, dslope
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
-        gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
+        gDO: tiled(config.dout, unit=UNIT), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
+        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
         what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
         each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
         something of it, it was `unit` Q K^T."""
-        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
+        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
         grid.follow()
-        me = warpgroup.id()
-        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
+        wg = warpgroup.id()
+        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
-        block, batch, share = sequences.find_keys(block, pair, heads, KV, given)
-        subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
-        if sequences.packed and me < CONSUMERS:
+        block, batch, partial = sequences.find_keys(block, pair, heads, KV, given)
+        head_group, split = divmod(partial, splits)
+        seq, key = sequences.sequence(batch, given), int32(KV * block)
+        if sequences.packed and wg < CONSUMERS:
             some, row = sequences.nobodys_keys(key, batch, KV, given)
             if some:
-                at_keys = int32(0), int32(row + EACH * (me // SHARE)), share
-                result.store_four(gDK, zeros(DK), (*at_keys, K_COLS * (me % SHARE)))
-                result.store_four(gDV, zeros(DV), (*at_keys, V_COLS * (me % SHARE)))
+                at_keys = int32(0), int32(row + EACH * (wg // COLUMN_SPLITS)), partial
+                result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % COLUMN_SPLITS)))
+                result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % COLUMN_SPLITS)))
         if not sequences.has_keys(key, batch, given):
             return
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
+        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
         above = sequences.first_tile(batch, given)
-        if me == CONSUMERS:
+        if wg == CONSUMERS:
             warpgroup.release_registers(keep)
-            if warpgroup.rank() == FILLER:
-                arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, above)
-            if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, above)
+            if warpgroup.rank() == LOAD_WARP:
+                arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
+                load_tiles(arrays, into, seq, block, divmod(partial, partials)[0], q_tiles, key, at, group, above)
+            if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
+                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
-            sequences.clear(keys, own.keys - key, CONSUMERS)
-            sequences.clear(values, own.keys - key, CONSUMERS)
-            every.clear(keys, CONSUMERS)
-            every.clear(values, CONSUMERS)
-            keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
-            mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
-            rings = k, q, do, ds, dq, sums, bias
-            queries = whole(q.wait(0), own.queries - ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
+            sequences.clear(keys, seq.keys - key, CONSUMERS)
+            sequences.clear(values, seq.keys - key, CONSUMERS)
+            q_tiles.clear(keys, CONSUMERS)
+            q_tiles.clear(values, CONSUMERS)
+            keys, values = subtile(keys, EACH, wg // COLUMN_SPLITS), subtile(values, EACH, wg // COLUMN_SPLITS)
+            mine = int32(key + EACH * (wg // COLUMN_SPLITS) + S.cols * warpgroup.rank())
+            rings = k, q, do, ds_ring, dq_ring, lse_delta, bias
+            queries = whole(q.wait(0), seq.queries - ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, at, group))
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
-                stands = at._replace(head=int32(group * subgroup + h))
-                kept, learnt = variant.keep(stands), learns.begin(SCORES)
-                for i in range(every.n):
-                    nth, then = order.nth(every.n, i), order.nth(every.n, i + 1 if i + 1 < every.n else 0)
-                    here = stands._replace(row=int32(ROWS * tiling.tile(every, nth, key, at, group)), kept=kept)
-                    coming = ROWS * tiling.tile(every, then, key, at, group)
-                    cut = tiling.cut(every, nth)
-                    s, dk, dv, learnt = step(j, s, dk, dv, learnt, cut, rings, keys, values, me, here, coming, mine, scale)
+                stands = at._replace(head=int32(group * head_group + h))
+                kept, dslope = variant.keep(stands), slope_gradient.init(SCORES)
+                for i in range(q_tiles.n):
+                    index, next_index = order.visit_index(q_tiles.n, i), order.visit_index(q_tiles.n, i + 1 if i + 1 < q_tiles.n else 0)
+                    here = stands._replace(row=int32(ROWS * tiling.tile_index(q_tiles, index, key, at, group)), kept=kept)
+                    coming = ROWS * tiling.tile_index(q_tiles, next_index, key, at, group)
+                    masked = tiling.needs_mask(q_tiles, index)
+                    s, dk, dv, dslope = step(j, s, dk, dv, dslope, masked, rings, keys, values, wg, here, coming, mine, scale)
                     j = int32(j + 1)
-                learns.give(learnt, given, stands, int32(LEARNERS * line + warpgroup.WARPGROUP * me + warpgroup.rank()))
+                slope_gradient.store(dslope, given, stands, int32(LEARNERS * line + warpgroup.WARPGROUP * wg + warpgroup.rank()))
             if j > 0:
-                dq.publish(PARTS * (j - 1) + LAST + me)
-            row = own.key + key + EACH * (me // SHARE)
+                dq_ring.publish(PARTS * (j - 1) + LAST + wg)
+            row = seq.key + key + EACH * (wg // COLUMN_SPLITS)
             if sequences.packed:
                 end = sequences.last_key(batch, given)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            result.store_four(gDK, dk * unit, (own.batch, row, share, K_COLS * (me % SHARE)))
-            result.store_four(gDV, variant.output(dv, at), (own.batch, row, share, V_COLS * (me % SHARE)))
+            result.store_warpgroup(gDK, dk * unit, (seq.batch, row, partial, K_COLS * (wg % COLUMN_SPLITS)))
+            result.store_warpgroup(gDV, variant.output(dv, at), (seq.batch, row, partial, V_COLS * (wg % COLUMN_SPLITS)))
 
     return attend, smem

@@ -22,8 +22,8 @@ from ..tiling import clear_ahead, clear_behind
 from ..variants import At, Both
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
-from .recomputed_scores import Added
-from .results import of_sums
+from .recomputed_scores import BiasRead
+from .results import float32_output
 
 CONSUMERS, REGISTERS = 2, (40, 232)  # registers a thread of producer and consumer
 KV = {64: 96, 128: 64}  # padded head_dim: keys of a tile
@@ -35,8 +35,8 @@ class Config(BaseConfig):
     """A kernel's shape. others: queries of the main kernel's tiles, for whose rows `prepare` left two numbers each. adds: the
     gradient is added to what the array holds."""
 
-    others: int = field(kw_only=True)
-    adds: bool = field(default=False, kw_only=True)
+    main_rows: int = field(kw_only=True)
+    accumulate: bool = field(default=False, kw_only=True)
     rows = CONSUMERS * warpgroup.ROWS
 
     @property
@@ -45,36 +45,36 @@ class Config(BaseConfig):
         return warpgroup.THREADS * (CONSUMERS + 1)
 
     def __str__(self):
-        return super().__str__() + f", {self.others} others" + ", adds" * self.adds
+        return super().__str__() + f", {self.main_rows} others" + ", adds" * self.accumulate
 
 
-def serves(main: BackwardConfig, read: Added) -> bool:
+def serves(main: BackwardConfig, read: BiasRead) -> bool:
     """Does this kernel serve the gradient of the bias that `read` reads, if this is the main kernel's configuration?"""
     variant = main.variant
     plain = main.lie is Batched and not (main.by_list or main.axes or variant.draws)
-    return variant.brings is not None and main.head_dim in KV and plain and read.both is None
+    return variant.brings is not None and main.head_dim in KV and plain and read.score_and_grad is None
 
 
 def config_for(main: BackwardConfig) -> Config:
     """The configuration that serves where this is the main kernel's."""
     shape = main.head_dim, main.value_dim, main.dtype, main.variant, KV[main.head_dim]
-    return Config(*shape, axes=main.axes, others=main.rows, adds=main.adds)
+    return Config(*shape, axes=main.axes, main_rows=main.rows, accumulate=main.accumulate)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What problems are served with."""
     if arch == "sm_90a":
-        for head_dim, others in ((64, 128), (128, 64)):
+        for head_dim, main_rows in ((64, 128), (128, 64)):
             variant = Both(CAUSAL, BiasedByTile(True, False, bf16))
-            yield Config(head_dim, head_dim, bf16, variant, KV[head_dim], others=others)
+            yield Config(head_dim, head_dim, bf16, variant, KV[head_dim], main_rows=main_rows)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, COLS, EACH, OTHERS = config.rows, config.kv, warpgroup.ROWS, config.others
+    ROWS, COLS, EACH, MAIN_ROWS = config.rows, config.kv, warpgroup.ROWS, config.main_rows
     GIVEN, AUX, variant, tiling, brought = config.given, config.aux, config.variant, config.tiling, config.brought
-    sequences, result, (keep, claim) = config.sequences, of_sums(config.adds), REGISTERS
+    sequences, result, (keep, claim) = config.sequences, float32_output(config.accumulate), REGISTERS
     S, readers = rt(16, COLS, fp32), CONSUMERS * warpgroup.WARPGROUP
     DOUT = st(ROWS, config.value_dim, config.dtype)
     smem = shared(
@@ -92,30 +92,30 @@ def make(config: Config):
         rest, number = divmod(int32(m), blocks)
         rest, tile = divmod(rest, own_tiles)
         batch, head = divmod(rest, own_heads)
-        own, row, key = sequences.sequence(batch, given), int32(ROWS * tile), int32(COLS * number)
-        at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        seen = variant.keys(row, row + ROWS - 1, at)
-        cut = key < seen.inner_first or key + COLS > seen.inner_end
-        return at, key, seen.first < key + COLS and key < seen.end, cut
+        seq, row, key = sequences.sequence(batch, given), int32(ROWS * tile), int32(COLS * number)
+        at = At(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+        visible = variant.keys(row, row + ROWS - 1, at)
+        masked = key < visible.inner_first or key + COLS > visible.inner_end
+        return at, key, visible.first < key + COLS and key < visible.end, masked
 
     @inlined
-    def slope(n, tile, rings, gSums, at, key, cut, me, scale):
+    def slope(n, tile, rings, gLseDelta, at, key, masked, wg, scale):
         """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
         q, k, v, do = rings
-        s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, me), k.wait(n))
+        s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, wg), k.wait(n))
         values = v.wait(n)
         clear_ahead(values, tiling.unseen_ahead(key, at), CONSUMERS)
         clear_behind(values, tiling.unseen_behind(key + COLS, at), CONSUMERS)
-        dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, me), values)
-        numbers = int32(2 * OTHERS * (at.row // OTHERS) + at.row % OTHERS)
-        lse = load(gSums, S.col_vec, (at.batch, at.head, numbers))
-        delta = load(gSums, S.col_vec, (at.batch, at.head, int32(numbers + OTHERS)))
-        at = brought.own_rows(tile, at._replace(kept=variant.keep(at)), me)
+        dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, wg), values)
+        numbers = int32(2 * MAIN_ROWS * (at.row // MAIN_ROWS) + at.row % MAIN_ROWS)
+        lse = load(gLseDelta, S.col_vec, (at.batch, at.head, numbers))
+        delta = load(gLseDelta, S.col_vec, (at.batch, at.head, int32(numbers + MAIN_ROWS)))
+        at = brought.own_rows(tile, at._replace(kept=variant.keep(at)), wg)
         s = warpgroup.wait(s, newer=1)
         q.release(n)
         k.release(n)
         s, _ = variant.bent(s, at, key)
-        p = tiling.weights(s, lse, cut, at, key, scale)
+        p = tiling.weights(s, lse, masked, at, key, scale)
         dp = warpgroup.wait(dp)
         do.release(n)
         v.release(n)
@@ -123,21 +123,21 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(
-        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value), gDO: tiled(DOUT), gSums: array(3),
-        gDBias: array(4), given: GIVEN, aux: AUX, every: INT, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT,
+        gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value), gDO: tiled(DOUT), gLseDelta: array(3),
+        gDBias: array(4), given: GIVEN, aux: AUX, dbias_tiles: INT, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT,
         heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A share of `every` tile of dBias, which has `own_heads` heads, `own_tiles` tiles of queries and `blocks` of keys;
         `batches` and `heads` share each. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key
         head."""
         q, k, v, do, tiles = brought.open(smem)
-        me = warpgroup.id()
+        wg = warpgroup.id()
         t = n = int32(0)  # tiles, and their queries and keys, so far
-        if me == CONSUMERS:
+        if wg == CONSUMERS:
             warpgroup.release_registers(keep)
-            for m in range(cuda.blockIdx.x, every, cuda.gridDim.x):
-                at, key, seen, _ = place(m, own_heads, own_tiles, blocks, given, aux)
-                if seen:
+            for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
+                at, key, visible, _ = place(m, own_heads, own_tiles, blocks, given, aux)
+                if visible:
                     brought.fill(tiles, t, given, (at.batch, at.head, at.row, key // COLS))
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
@@ -151,18 +151,18 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(claim)
             rings = q, k, v, do
-            for m in range(cuda.blockIdx.x, every, cuda.gridDim.x):
-                at, key, seen, cut = place(m, own_heads, own_tiles, blocks, given, aux)
-                mine, total = int32(at.row + EACH * me + S.rows * warpgroup.rank()), zeros(S)
-                if seen:
+            for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
+                at, key, visible, masked = place(m, own_heads, own_tiles, blocks, given, aux)
+                mine, total = int32(at.row + EACH * wg + S.rows * warpgroup.rank()), zeros(S)
+                if visible:
                     tile = tiles.wait(t)
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
                         here = at._replace(batch=int32(at.batch + batch), head=int32(at.head + head), row=mine)
-                        total = total + slope(n, tile, rings, gSums, here, key, cut, me, scale)
+                        total = total + slope(n, tile, rings, gLseDelta, here, key, masked, wg, scale)
                         n = int32(n + 1)
                     brought.give_back(tiles, t)
                     t = int32(t + 1)
-                result.store_sums(gDBias, total, (at.batch, at.head, mine, key))
+                result.store_tile(gDBias, total, (at.batch, at.head, mine, key))
 
     return biased, smem

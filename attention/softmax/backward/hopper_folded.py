@@ -22,7 +22,7 @@ from .. import variants
 from ..variants import At
 from ..visible_keys import CAUSAL, FULL
 from . import hopper, hopper_pipeline
-from .hopper_pipeline import CONSUMERS, FILLER, REGISTERS, SENDER, SENDERS
+from .hopper_pipeline import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
 
 HEAD_DIM = 128  # padded
 
@@ -62,63 +62,63 @@ def make(config: Config):
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     keep, claim = REGISTERS
     smem = hopper_pipeline.memory(config)
-    bring, send, following = hopper_pipeline.bringing(config), hopper_pipeline.sending(config), hopper_pipeline.going(config)
+    load_tiles, add_dq, next_tile = hopper_pipeline.make_load(config), hopper_pipeline.make_add_dq(config), hopper_pipeline.make_next_tile(config)
 
     @inlined
-    def weighed(j, s, cut, rings, me, at, key, scale):
+    def weighed(j, s, masked, rings, wg, at, key, scale):
         """The weights of tile j, whose scores are s."""
-        q, do, ds, dq, sums, bias = rings
-        lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
+        q, do, ds_ring, dq_ring, lse_delta, bias = rings
+        lse = load(subtile(lse_delta.wait(j), ROWS, 0), S.col_vec)
         s, _ = variant.bent(turned(s), at, key)
-        return tiling.weights(s, lse, cut, at, key, scale)
+        return tiling.weights(s, lse, masked, at, key, scale)
 
     @inlined
-    def sloped(j, p, dv, values, rings, me):
+    def sloped(j, p, dv, values, rings, wg):
         """(dS of tile j, whose weights are p, for dK; dV, pending). dS is also left in shared memory, for dQ."""
-        q, do, ds, dq, sums, bias = rings
+        q, do, ds_ring, dq_ring, lse_delta, bias = rings
         dp = warpgroup.mm_ABt(values, do.wait(j))
-        weights = INPUT(turned(p))
-        dv = warpgroup.mma_AB(dv, weights, do.wait(j))
+        p16 = INPUT(turned(p))
+        dv = warpgroup.mma_AB(dv, p16, do.wait(j))
         dp = turned(warpgroup.wait(dp, newer=1))
-        slope = INPUT(turned(p * (dp - load(subtile(sums.wait(j), ROWS, 1), S.col_vec))))
-        warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, me), slope)
-        ds.publish(j)
-        sums.release(j, None, True)
-        return slope, dv
+        ds = INPUT(turned(p * (dp - load(subtile(lse_delta.wait(j), ROWS, 1), S.col_vec))))
+        warpgroup.store_transposed(subtile(ds_ring.claim(j), ROWS, 0, EACH, wg), ds)
+        ds_ring.publish(j)
+        lse_delta.release(j, None, True)
+        return ds, dv
 
     @inlined
-    def stored(j, part, rings, me):
+    def stored(j, part, rings, wg):
         """Store this consumer's part of dQ of tile j for a sender."""
-        q, do, ds, dq, sums, bias = rings
-        ds.release(j)
-        warpgroup.store_held(dq.claim(PARTS * j + me), part)
+        q, do, ds_ring, dq_ring, lse_delta, bias = rings
+        ds_ring.release(j)
+        warpgroup.store_held(dq_ring.claim(PARTS * j + wg), part)
 
     def stepping(later):
         """The step from one tile of queries to the next. Every step but the first (`later`) also computes a part of dQ."""
 
         @inlined
-        def step(j, slope, dk, dv, cut, rings, blocks, me, at, key, scale):
-            q, do, ds, dq, sums, bias = rings
-            keys, values, every_key = blocks
+        def step(j, ds, dk, dv, masked, rings, blocks, wg, at, key, scale):
+            q, do, ds_ring, dq_ring, lse_delta, bias = rings
+            keys, values, k_tile = blocks
             s = warpgroup.mm_ABt(keys, q.wait(j + 1))
-            dk = warpgroup.mma_AB(dk, slope, q.wait(j))
+            dk = warpgroup.mma_AB(dk, ds, q.wait(j))
             if later:
-                part = parts.product(me, ds.wait(j - 1), every_key.wait(0))
+                part = parts.issue(wg, ds_ring.wait(j - 1), k_tile.wait(0))
             s = warpgroup.wait(s, newer=2 if later else 1)
-            mine = int32(key + EACH * me + S.cols * warpgroup.rank())  # computed anew, to save registers
-            p = weighed(j + 1, s, cut, rings, me, at, mine, scale)
+            mine = int32(key + EACH * wg + S.cols * warpgroup.rank())  # computed anew, to save registers
+            p = weighed(j + 1, s, masked, rings, wg, at, mine, scale)
             if later:
                 part = warpgroup.wait(part)
             dk = warpgroup.wait(dk)
             q.release(j)
             if later:
-                stored(j - 1, part, rings, me)
-            slope, dv = sloped(j + 1, p, dv, values, rings, me)
+                stored(j - 1, part, rings, wg)
+            ds, dv = sloped(j + 1, p, dv, values, rings, wg)
             if later:
-                dq.publish(PARTS * (j - 1) + me, True)
+                dq_ring.publish(PARTS * (j - 1) + wg, True)
             dv = warpgroup.wait(dv)
             do.release(j + 1)
-            return slope, dk, dv
+            return ds, dk, dv
 
         return step
 
@@ -127,60 +127,60 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
-        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
+        gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
+        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
-        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
+        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
         grid.follow()
-        me = warpgroup.id()
-        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
-        batch, share = divmod(pair, heads)
-        subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
-        tiles = int32(group * every.n)
-        if me == CONSUMERS:
+        wg = warpgroup.id()
+        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
+        batch, partial = divmod(pair, heads)
+        head_group, split = divmod(partial, splits)
+        seq, key = sequences.sequence(batch, given), int32(KV * block)
+        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        tiles = int32(group * q_tiles.n)
+        if wg == CONSUMERS:
             warpgroup.release_registers(keep)
-            if warpgroup.rank() == FILLER:
-                arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, 0)
-            if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, 0)
+            if warpgroup.rank() == LOAD_WARP:
+                arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
+                load_tiles(arrays, into, seq, block, divmod(partial, partials)[0], q_tiles, key, at, group, 0)
+            if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
+                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, 0)
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)
             if tiles > 0:
-                here = at._replace(row=int32(ROWS * order.start(every)))
+                here = at._replace(row=int32(ROWS * order.first_visited(q_tiles)))
                 here = here._replace(kept=variant.keep(here))
                 keys, values = k.wait(0), v.wait(0)
-                every.clear(keys, CONSUMERS)
-                every.clear(values, CONSUMERS)
-                rings, blocks_of = (q, do, ds, dq, sums, bias), (subtile(keys, EACH, me), subtile(values, EACH, me), k)
-                mine, i = int32(key + EACH * me + S.cols * warpgroup.rank()), int32(0)
+                q_tiles.clear(keys, CONSUMERS)
+                q_tiles.clear(values, CONSUMERS)
+                rings, blocks_of = (q, do, ds_ring, dq_ring, lse_delta, bias), (subtile(keys, EACH, wg), subtile(values, EACH, wg), k)
+                mine, i = int32(key + EACH * wg + S.cols * warpgroup.rank()), int32(0)
                 s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))
-                p = weighed(i, warpgroup.wait(s), tiling.cut(every, order.nth(every.n, i)), rings, me, here, mine, scale)
-                slope, dv = sloped(i, p, dv, blocks_of[1], rings, me)
+                p = weighed(i, warpgroup.wait(s), tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i)), rings, wg, here, mine, scale)
+                ds, dv = sloped(i, p, dv, blocks_of[1], rings, wg)
                 dv = warpgroup.wait(dv)
                 do.release(0)
                 if tiles > 1:
-                    i, here = following(i, every, here)
-                    cut = tiling.cut(every, order.nth(every.n, i))
-                    slope, dk, dv = first_step(int32(0), slope, dk, dv, cut, rings, blocks_of, me, here, key, scale)
+                    i, here = next_tile(i, q_tiles, here)
+                    masked = tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i))
+                    ds, dk, dv = first_step(int32(0), ds, dk, dv, masked, rings, blocks_of, wg, here, key, scale)
                 for j in range(int32(1), int32(tiles - 1)):
-                    i, here = following(i, every, here)
-                    cut = tiling.cut(every, order.nth(every.n, i))
-                    slope, dk, dv = step(int32(j), slope, dk, dv, cut, rings, blocks_of, me, here, key, scale)
+                    i, here = next_tile(i, q_tiles, here)
+                    masked = tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i))
+                    ds, dk, dv = step(int32(j), ds, dk, dv, masked, rings, blocks_of, wg, here, key, scale)
                 last = int32(tiles - 1)
-                dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(last)))
+                dk = warpgroup.wait(warpgroup.mma_AB(dk, ds, q.wait(last)))
                 q.release(last)
                 for j in range(max(0, last - 1), tiles):
-                    stored(j, warpgroup.wait(parts.product(me, ds.wait(j), k.wait(0))), rings, me)
-                    dq.publish(PARTS * j + me)
-            row = own.key + key + EACH * me
-            warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
+                    stored(j, warpgroup.wait(parts.issue(wg, ds_ring.wait(j), k.wait(0))), rings, wg)
+                    dq_ring.publish(PARTS * j + wg)
+            row = seq.key + key + EACH * wg
+            warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, partial, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row, partial, 0), 1, 3, True)
 
     return attend, smem

@@ -26,7 +26,7 @@ from .. import variants
 from ..variants import At
 from ..visible_keys import CAUSAL, FULL
 from . import hopper, hopper_pipeline
-from .hopper_pipeline import CONSUMERS, FILLER, READERS, SENDER, SENDERS
+from .hopper_pipeline import CONSUMER_WARPS, CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP
 
 GATHERER, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third and the fourth warpgroup
 REGISTERS = (24, 136, 176)  # for each thread of the producer, of the gatherer, of a consumer
@@ -56,7 +56,7 @@ def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim
     """The configuration that serves a problem. kind: `ordered`, `stores`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
     ds_stages = 1 if variant.brings else 2  # there is room for no more
-    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded=True, **kind)
+    return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded_p=True, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -74,34 +74,34 @@ def make(config: Config):
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
-    BENDS, TURNS, (keep, take, claim) = variant.bends, variant.scored, REGISTERS
+    NONLINEAR, TURNS, (keep, take, claim) = variant.bends, variant.scored, REGISTERS
     smem = shared(
-        k=ring(config.key, 1, READERS),
-        v=ring(config.value, 1, READERS),
-        q=ring(config.query, config.stages, READERS + gathers),
-        do=ring(config.dout, config.do_stages, READERS),
-        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, gathers, READERS),
-        dq=ring(parts.tile, config.dq_stages, 1, gathers),
-        sums=ring(config.of_rows, config.stages, READERS),
-        **brought.rings(1, READERS),
+        k=ring(config.key, 1, CONSUMER_WARPS),
+        v=ring(config.value, 1, CONSUMER_WARPS),
+        q=ring(config.query, config.stages, CONSUMER_WARPS + gathers),
+        do=ring(config.dout, config.do_stages, CONSUMER_WARPS),
+        ds=ring(st(ROWS, KV, INPUT), config.ds_stages, gathers, CONSUMER_WARPS),
+        dq=ring(parts.part_tile, config.dq_stages, 1, gathers),
+        lse_delta=ring(config.lse_delta, config.stages, CONSUMER_WARPS),
+        **brought.rings(1, CONSUMER_WARPS),
     )
     turn = warpgroup.ping_pong(CONSUMERS)
 
     @inlined
     def publish(j, rings):
         """Publish dS of tile j, and give back its numbers of rows."""
-        q, do, ds, dq, sums, bias = rings
-        ds.publish(j)
-        sums.release(j, None, True)
+        q, do, ds_ring, dq_ring, lse_delta, bias = rings
+        ds_ring.publish(j)
+        lse_delta.release(j, None, True)
 
     @inlined
-    def step(j, dv, cut, rings, keys, values, at, key, scale):
+    def step(j, dv, masked, rings, keys, values, at, key, scale):
         """P and dS of tile j of queries, and dV with its contribution."""
-        q, do, ds, dq, sums, bias = rings
+        q, do, ds_ring, dq_ring, lse_delta, bias = rings
         s = warpgroup.mm_ABt(keys, q.wait(j))
         if j > 0:
             publish(j - 1, rings)  # only now: the fence waits for the stores of dS, while the scores are computed
-        of_rows = sums.wait(j)
+        vectors = lse_delta.wait(j)
         s = turned(warpgroup.wait(s))
         if TURNS:
             turn.take(warpgroup.id())
@@ -109,104 +109,104 @@ def make(config: Config):
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # computed anew, to save registers
         at = brought.by_keys(bias, j, at, warpgroup.id())
         brought.give_back(bias, j)
-        s, bend = variant.bent(s, at, mine)
-        if BENDS:
-            bend = INPUT(bend)  # to save registers
-        p = tiling.weights(s, load(subtile(of_rows, ROWS, 0), S.col_vec), cut, at, mine, scale)
+        s, grad = variant.bent(s, at, mine)
+        if NONLINEAR:
+            grad = INPUT(grad)  # to save registers
+        p = tiling.weights(s, load(subtile(vectors, ROWS, 0), S.col_vec), masked, at, mine, scale)
         if TURNS:
             turn.give(warpgroup.id())
         dout = do.wait(j)
         dp = warpgroup.mm_ABt(values, dout)
-        weights = INPUT(turned(p))
-        dv = warpgroup.mma_AB(dv, weights, dout)
+        p16 = INPUT(turned(p))
+        dv = warpgroup.mma_AB(dv, p16, dout)
         dp = turned(warpgroup.wait(dp, newer=1))
-        delta = load(subtile(of_rows, ROWS, 1), S.col_vec)
-        slope = fp32(turned(weights)) * (dp - delta)  # from rounded weights, which take fewer registers
-        if BENDS:
-            slope = slope * fp32(bend)
-        warpgroup.store_transposed(subtile(ds.claim(j), ROWS, 0, EACH, warpgroup.id()), INPUT(turned(slope)))
+        delta = load(subtile(vectors, ROWS, 1), S.col_vec)
+        ds = fp32(turned(p16)) * (dp - delta)  # from rounded weights, which take fewer registers
+        if NONLINEAR:
+            ds = ds * fp32(grad)
+        warpgroup.store_transposed(subtile(ds_ring.claim(j), ROWS, 0, EACH, warpgroup.id()), INPUT(turned(ds)))
         dv = warpgroup.wait(dv)
         do.release(j)
         return dv
 
     @inlined
-    def stored(n, part, dq):
+    def stored(n, part, dq_ring):
         """Hand a part of dQ to a sender."""
-        warpgroup.store_held(dq.claim(n), part)
-        dq.publish(n)
+        warpgroup.store_held(dq_ring.claim(n), part)
+        dq_ring.publish(n)
 
     @inlined
-    def gathered(j, dk, rings, every_key):
+    def gathered(j, dk, rings, k_tile):
         """dK^T with the contribution of tile j of queries, and the two parts of its dQ: the first one is handed on while the
         other products run."""
-        q, do, ds, dq, sums, bias = rings
-        every, queries = ds.wait(j), q.wait(j)
-        part = parts.product(0, every, every_key)
-        dk = warpgroup.mma_AtB(dk, queries, every)
-        stored(PARTS * j, warpgroup.wait(part, newer=1), dq)
-        part = parts.product(1, every, every_key)
+        q, do, ds_ring, dq_ring, lse_delta, bias = rings
+        ds_tile, q_tile = ds_ring.wait(j), q.wait(j)
+        part = parts.issue(0, ds_tile, k_tile)
+        dk = warpgroup.mma_AtB(dk, q_tile, ds_tile)
+        stored(PARTS * j, warpgroup.wait(part, newer=1), dq_ring)
+        part = parts.issue(1, ds_tile, k_tile)
         dk = warpgroup.wait(dk, newer=1)
         q.release(j)
         part = warpgroup.wait(part)
-        ds.release(j)
-        stored(PARTS * j + 1, part, dq)
+        ds_ring.release(j)
+        stored(PARTS * j + 1, part, dq_ring)
         return dk
 
-    bring, send, following = hopper_pipeline.bringing(config), hopper_pipeline.sending(config), hopper_pipeline.going(config)
+    load_tiles, add_dq, next_tile = hopper_pipeline.make_load(config), hopper_pipeline.make_add_dq(config), hopper_pipeline.make_next_tile(config)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
-        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
+        gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
+        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
-        k, v, q, do, ds, dq, sums, bias = brought.open(smem)
+        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
         grid.follow()
-        me = warpgroup.id()
-        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
-        batch, share = divmod(pair, heads)
-        subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
-        tiles, row = int32(group * every.n), own.key + key
-        if me == PRODUCER:
+        wg = warpgroup.id()
+        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
+        batch, partial = divmod(pair, heads)
+        head_group, split = divmod(partial, splits)
+        seq, key = sequences.sequence(batch, given), int32(KV * block)
+        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        tiles, row = int32(group * q_tiles.n), seq.key + key
+        if wg == PRODUCER:
             warpgroup.release_registers(keep)
-            if warpgroup.rank() == FILLER:
-                arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
-                bring(arrays, into, own, block, divmod(share, shares)[0], every, key, at, group, 0)
-            if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, at, group, 0)
-        elif me == GATHERER:
+            if warpgroup.rank() == LOAD_WARP:
+                arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
+                load_tiles(arrays, into, seq, block, divmod(partial, partials)[0], q_tiles, key, at, group, 0)
+            if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
+                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, 0)
+        elif wg == GATHERER:
             warpgroup.claim_registers(take)
-            dk, rings = zeros(DK), (q, do, ds, dq, sums, bias)
+            dk, rings = zeros(DK), (q, do, ds_ring, dq_ring, lse_delta, bias)
             if tiles > 0:
-                every_key = k.wait(0)
+                k_tile = k.wait(0)
                 for j in range(tiles):
-                    dk = gathered(int32(j), dk, rings, every_key)
-            store(gDK, transpose(INPUT(dk * unit)), (own.batch, row, share, 16 * warpgroup.rank()), 1, 3, True)
+                    dk = gathered(int32(j), dk, rings, k_tile)
+            store(gDK, transpose(INPUT(dk * unit)), (seq.batch, row, partial, 16 * warpgroup.rank()), 1, 3, True)
         else:
             warpgroup.claim_registers(claim)
             if TURNS:
-                turn.begin(me)
-            dv, rings = zeros(DV), (q, do, ds, dq, sums, bias)
+                turn.begin(wg)
+            dv, rings = zeros(DV), (q, do, ds_ring, dq_ring, lse_delta, bias)
             if tiles > 0:
-                here = at._replace(row=int32(ROWS * order.start(every)))
+                here = at._replace(row=int32(ROWS * order.first_visited(q_tiles)))
                 here, i = here._replace(kept=variant.keep(here)), int32(0)
-                every_key, every_value = k.wait(0), v.wait(0)
-                every.clear(every_key, CONSUMERS)
-                every.clear(every_value, CONSUMERS)
-                keys, values = subtile(every_key, EACH, me), subtile(every_value, EACH, me)
+                k_tile, v_tile = k.wait(0), v.wait(0)
+                q_tiles.clear(k_tile, CONSUMERS)
+                q_tiles.clear(v_tile, CONSUMERS)
+                keys, values = subtile(k_tile, EACH, wg), subtile(v_tile, EACH, wg)
                 last = int32(0)
                 for j in range(tiles):
                     if j > 0:
-                        i, here = following(i, every, here)
+                        i, here = next_tile(i, q_tiles, here)
                     last = int32(j)
-                    cut = tiling.cut(every, order.nth(every.n, i))
-                    dv = step(int32(j), dv, cut, rings, keys, values, here, key, scale)
+                    masked = tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i))
+                    dv = step(int32(j), dv, masked, rings, keys, values, here, key, scale)
                 publish(last, rings)
-            warpgroup.store(gDV, INPUT(dv), (own.batch, row + EACH * me, share, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row + EACH * wg, partial, 0), 1, 3, True)
 
     return attend, smem

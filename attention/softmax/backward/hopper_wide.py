@@ -72,7 +72,7 @@ def make(config: Config):
     variant, tiling, sequences, order = config.variant, config.tiling, config.sequences, config.order
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
-    each, both, BENDS = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.bends
+    each, both, NONLINEAR = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.bends
     keep, claim = REGISTERS
     smem = shared(
         k=ring(config.key, 1, each),
@@ -80,26 +80,26 @@ def make(config: Config):
         q=ring(config.query, config.stages, both),
         do=ring(config.dout, config.do_stages, both),
         p=ring(st(KV, ROWS, INPUT), config.p_stages, each, each),
-        sums=ring(config.of_rows, config.stages, both),
+        lse_delta=ring(config.lse_delta, config.stages, both),
     )
 
     @inlined
-    def weighed(j, s, sums, here, key, cut, scale):
+    def weighed(j, s, lse_delta, here, key, masked, scale):
         """exp2(`scale` s - lse) of tile j's scores, and the same times the derivatives of these."""
-        lse = load(subtile(sums.wait(j), ROWS, 0), S.col_vec)
-        sums.release(j)
+        lse = load(subtile(lse_delta.wait(j), ROWS, 0), S.col_vec)
+        lse_delta.release(j)
         s, bend = variant.bent(turned(s), here, key)
-        p = tiling.weights(s, lse, cut, here, key, scale)
-        if BENDS:
+        p = tiling.weights(s, lse, masked, here, key, scale)
+        if NONLINEAR:
             return turned(p), turned(p * bend)
         else:
             return turned(p), turned(p)
 
     @inlined
-    def sloped(j, dp, p, sums):
+    def sloped(j, dp, p, lse_delta):
         """dS of tile j; waits for its weights."""
-        delta = load(subtile(sums.wait(j), ROWS, 1), S.col_vec)
-        sums.release(j)
+        delta = load(subtile(lse_delta.wait(j), ROWS, 1), S.col_vec)
+        lse_delta.release(j)
         weights = warpgroup.load(p.wait(j), P)
         p.release(j)
         return turned(turned(fp32(weights)) * (turned(dp) - delta))
@@ -113,76 +113,76 @@ def make(config: Config):
         return INPUT(weights)
 
     @inlined
-    def place(j, every, at, group, subgroup):
+    def place(j, q_tiles, at, group, head_group):
         """(where tile j of queries lies, must it be masked?)"""
-        h, i = divmod(j, every.n)
-        here = at._replace(head=int32(group * subgroup + h), row=int32(ROWS * (every.first + i)))
-        return here._replace(kept=variant.keep(here)), tiling.cut(every, i)
+        h, i = divmod(j, q_tiles.n)
+        here = at._replace(head=int32(group * head_group + h), row=int32(ROWS * (q_tiles.first + i)))
+        return here._replace(kept=variant.keep(here)), tiling.needs_mask(q_tiles, i)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
-        gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
-        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, shares: INT, spans: INT,
+        gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
+        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT,
         scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch: see hopper.py. The query heads of a share
         come one after the other."""
-        k, v, q, do, p, sums = smem.open()
+        k, v, q, do, p, lse_delta = smem.open()
         grid.follow()
-        me = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, share = divmod(pair, heads)
-        subgroup, span = divmod(share, spans)
-        own, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * subgroup, int32(0), own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.span(tiling.tiles(key, at, group), span, spans)
-        tiles = int32(group * every.n)
-        if me == CONSUMERS:
+        wg = warpgroup.id()
+        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
+        batch, partial = divmod(pair, heads)
+        head_group, split = divmod(partial, splits)
+        seq, key = sequences.sequence(batch, given), int32(KV * block)
+        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        tiles = int32(group * q_tiles.n)
+        if wg == CONSUMERS:
             warpgroup.release_registers(keep)
-            kv_head, _ = divmod(share, shares)
-            k.fill(0, gK, (own.batch, block, kv_head))
-            head, tile = int32(group * subgroup), int32(every.first)
+            kv_head, _ = divmod(partial, partials)
+            k.fill(0, gK, (seq.batch, block, kv_head))
+            head, tile = int32(group * head_group), int32(q_tiles.first)
             for j in range(tiles):
-                q.fill(j, gQ, (own.batch, tile, head))
+                q.fill(j, gQ, (seq.batch, tile, head))
                 if j == 0:
-                    v.fill(0, gV, (own.batch, block, kv_head))
-                sums.fill(j, gSums, (own.batch, head, tile))
-                do.fill(j, gDO, (own.batch, tile, head))
-                head, tile = order.following(every, head, tile)
+                    v.fill(0, gV, (seq.batch, block, kv_head))
+                lse_delta.fill(j, gLseDelta, (seq.batch, head, tile))
+                do.fill(j, gDO, (seq.batch, tile, head))
+                head, tile = order.next_tile(q_tiles, head, tile)
         else:
             warpgroup.claim_registers(claim)
-            mine, row = int32(key + S.cols * warpgroup.rank()), own.key + key
-            if me == WEIGHTS:
+            mine, row = int32(key + S.cols * warpgroup.rank()), seq.key + key
+            if wg == WEIGHTS:
                 dv = zeros(DV)
                 if tiles > 0:
                     keys = k.wait(0)
-                    every.clear(keys, 1)
+                    q_tiles.clear(keys, 1)
                     s = warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))
                     q.release(0)
-                    here, cut = place(int32(0), every, at, group, subgroup)
-                    weights = handed(int32(0), weighed(int32(0), s, sums, here, mine, cut, scale), p)
+                    here, masked = place(int32(0), q_tiles, at, group, head_group)
+                    weights = handed(int32(0), weighed(int32(0), s, lse_delta, here, mine, masked, scale), p)
                     for j in range(1, tiles):
                         s = warpgroup.mm_ABt(keys, q.wait(j))
                         dv = warpgroup.mma_AB(dv, weights, do.wait(j - 1))
                         s = warpgroup.wait(s, newer=1)
                         q.release(j)
-                        here, cut = place(int32(j), every, at, group, subgroup)
-                        found = weighed(j, s, sums, here, mine, cut, scale)
+                        here, masked = place(int32(j), q_tiles, at, group, head_group)
+                        found = weighed(j, s, lse_delta, here, mine, masked, scale)
                         dv = warpgroup.wait(dv)
                         do.release(j - 1)
                         weights = handed(j, found, p)
                     dv = warpgroup.wait(warpgroup.mma_AB(dv, weights, do.wait(tiles - 1)))
                     do.release(tiles - 1)
-                warpgroup.store(gDV, INPUT(dv), (own.batch, row, share, 0), 1, 3, True)
+                warpgroup.store(gDV, INPUT(dv), (seq.batch, row, partial, 0), 1, 3, True)
             else:
                 dk = zeros(DK)
                 if tiles > 0:
                     values = v.wait(0)
-                    every.clear(values, 1)
+                    q_tiles.clear(values, 1)
                     dp = warpgroup.wait(warpgroup.mm_ABt(values, do.wait(0)))
                     do.release(0)
-                    slope = INPUT(sloped(int32(0), dp, p, sums))
+                    slope = INPUT(sloped(int32(0), dp, p, lse_delta))
                     for j in range(1, tiles):
                         dk = warpgroup.mma_AB(dk, slope, q.wait(j - 1))
                         dp = warpgroup.mm_ABt(values, do.wait(j))
@@ -190,9 +190,9 @@ def make(config: Config):
                         q.release(j - 1)
                         dp = warpgroup.wait(dp)
                         do.release(j)
-                        slope = INPUT(sloped(j, dp, p, sums))
+                        slope = INPUT(sloped(j, dp, p, lse_delta))
                     dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(tiles - 1)))
                     q.release(tiles - 1)
-                warpgroup.store(gDK, INPUT(dk * unit), (own.batch, row, share, 0), 1, 3, True)
+                warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, partial, 0), 1, 3, True)
 
     return attend, smem

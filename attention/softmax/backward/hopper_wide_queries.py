@@ -67,7 +67,7 @@ def make(config: Config):
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     DQ, S = rt(16, config.head_dim, fp32), rt(16, config.kv, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
-    BENDS, (keep, claim) = variant.bends, REGISTERS
+    NONLINEAR, (keep, claim) = variant.bends, REGISTERS
     smem = shared(
         q=ring(config.query, 1, readers),
         do=ring(config.dout, 1, readers),
@@ -82,18 +82,18 @@ def make(config: Config):
         return subtile(tile, EACH, warpgroup.id())
 
     @inlined
-    def step(j, s, dq, cut, rings, here, key, lse, delta, scale):
+    def step(j, s, dq, masked, rings, here, key, lse, delta, scale):
         """(the scores of the next key block, dQ) after key block j, whose scores are s."""
         q, do, k, v = rings
         dp = warpgroup.mm_ABt(rows_of(do.wait(0)), v.wait(j))
-        s, bend = variant.bent(s, here, key)
-        p = tiling.weights(s, lse, cut, here, key, scale)
-        if BENDS:
-            p = p * bend
+        s, grad = variant.bent(s, here, key)
+        p = tiling.weights(s, lse, masked, here, key, scale)
+        if NONLINEAR:
+            p = p * grad
         dp = warpgroup.wait(dp)
         v.release(j)
-        slope = INPUT(p * (dp - delta))
-        dq = warpgroup.mma_AB(dq, slope, k.wait(j))
+        ds = INPUT(p * (dp - delta))
+        dq = warpgroup.mma_AB(dq, ds, k.wait(j))
         s = warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(j + 1))
         dq = warpgroup.wait(dq, newer=1)
         k.release(j)
@@ -102,7 +102,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gDO: tiled(config.dout),
-        gSums: array(3), gDQ: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gLseDelta: array(3), gDQ: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dQ of a block of queries of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group`
@@ -110,42 +110,42 @@ def make(config: Config):
         s is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
         q, do, k, v = smem.open()
         grid.wait()
-        me = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
+        wg = warpgroup.id()
+        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
         batch, head = divmod(pair, heads)
         kv_head, _ = divmod(head, group)
-        own, row = sequences.sequence(batch, given), int32(ROWS * block)
-        at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-        every = tiling.key_blocks(row, at)
-        if me == CONSUMERS:
+        seq, row = sequences.sequence(batch, given), int32(ROWS * block)
+        at = At(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+        kv_blocks = tiling.key_blocks(row, at)
+        if wg == CONSUMERS:
             warpgroup.release_registers(keep)
-            q.fill(0, gQ, (own.batch, block, head))
-            for j in range(every.n):
-                key = tiling.key(every, j, at)
-                k.fill(j, gK, (own.batch, key, kv_head))
+            q.fill(0, gQ, (seq.batch, block, head))
+            for j in range(kv_blocks.n):
+                key = tiling.key(kv_blocks, j, at)
+                k.fill(j, gK, (seq.batch, key, kv_head))
                 if j == 0:
-                    do.fill(0, gDO, (own.batch, block, head))
-                v.fill(j, gV, (own.batch, key, kv_head))
-            k.fill(every.n, gK, (own.batch, 0, kv_head))  # consumers ask for one block more than there are
+                    do.fill(0, gDO, (seq.batch, block, head))
+                v.fill(j, gV, (seq.batch, key, kv_head))
+            k.fill(kv_blocks.n, gK, (seq.batch, 0, kv_head))  # consumers ask for one block more than there are
         else:
             warpgroup.claim_registers(claim)
-            first = int32(row + EACH * me)
+            first = int32(row + EACH * wg)
             mine = int32(first + S.rows * warpgroup.rank())
             here = at._replace(row=mine)
             here = here._replace(kept=variant.keep(here))
-            lse = load(gSums, S.col_vec, (batch, head, int32(first + mine)))
-            delta = load(gSums, S.col_vec, (batch, head, int32(first + mine + EACH)))
+            lse = load(gLseDelta, S.col_vec, (batch, head, int32(first + mine)))
+            delta = load(gLseDelta, S.col_vec, (batch, head, int32(first + mine + EACH)))
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
-            for j in range(every.n):
-                cut, key = j < every.cut, tiling.key(every, j, at)
-                ahead, behind = every.ahead if j == every.cut - 1 else int32(0), every.behind if j == 0 else int32(0)
+            for j in range(kv_blocks.n):
+                masked, key = j < kv_blocks.cut, tiling.key(kv_blocks, j, at)
+                ahead, behind = kv_blocks.ahead if j == kv_blocks.cut - 1 else int32(0), kv_blocks.behind if j == 0 else int32(0)
                 if ahead > 0 or behind > 0:
                     warpgroup.sync_several(CONSUMERS)  # both have their scores of these keys
                     clear_ahead(k.wait(j), ahead, CONSUMERS)
                     clear_behind(k.wait(j), behind, CONSUMERS)
                     clear_ahead(v.wait(j), ahead, CONSUMERS)
                     clear_behind(v.wait(j), behind, CONSUMERS)
-                s, dq = step(j, s, dq, cut, (q, do, k, v), here, key, lse, delta, scale)
-            warpgroup.store(gDQ, INPUT(dq * unit), (own.batch, first, head, 0), 1, 3, True)
+                s, dq = step(j, s, dq, masked, (q, do, k, v), here, key, lse, delta, scale)
+            warpgroup.store(gDQ, INPUT(dq * unit), (seq.batch, first, head, 0), 1, 3, True)
 
     return attend, smem

@@ -17,26 +17,26 @@ from ..assembled import Assembled
 from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..prepared_lists import Listing, check
 from . import finish, hopper_wide, hopper_wide_queries, prepare, shares, sinks, slopes
-from .choice import chosen
-from .dq_order import UNORDERED, Heading, Ordered, Turns, Unordered
-from .query_lists import listed
-from .recomputed_scores import Added
-from .results import Written
-from .score_gradients import Learned
+from .choice import choose_kernel
+from .dq_order import UNORDERED, AscendingAdds, LastBlockStores, OrderedAdds, UnorderedAdds
+from .query_lists import launch_query_lists
+from .recomputed_scores import BiasRead
+from .results import StoreGradient
+from .score_gradients import ScoreGradients
 
 CLOSE, SHORT = 8, 2048  # multiprocessors that work on one pair at a time, causal, up to how many keys
 IN_LINE = 16  # multiprocessors that work on one pair at a time in order, where no query sees more keys than others
 
 
-def planned(
+def plan_launches(
     problem: Problem,
     made: Assembled,
     scale: float,
-    ordered: bool,
+    deterministic: bool,
     family: str | None,
     aux: Sequence[Operand] = (),
     listing: Listing | None = None,
-    reads: Mapping[str, Sequence[Added]] = MappingProxyType({}),
+    reads: Mapping[str, Sequence[BiasRead]] = MappingProxyType({}),
     sunk: bool = False,
 ) -> Plan:
     """The launches of the gradients of an assembled variant of scores that were `scale` q k^T at first. ordered: dQ is summed
@@ -45,33 +45,33 @@ def planned(
     sinks' gradient asked for?"""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * sunk, *reads)]
-    adds = problem.schema.arguments["dq"].role == "updated"
-    give = nothing if adds else None
+    accumulate = problem.schema.arguments["dq"].role == "updated"
+    give = nothing if accumulate else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
-        return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
+        return Plan([] if accumulate else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
     (lie, where), gpu = sequences_of(problem), machine(problem.device)
-    module, config, plain = chosen(problem, made, ordered, family, aux, listing, reads)
+    module, config, plain = choose_kernel(problem, made, deterministic, family, aux, listing, reads)
     if module is hopper_wide:
-        return planned_wide(problem, made, scale, config, ordered, sunk)
-    learns, by_list = config.learns, config.by_list
-    parts, cut = config.parts, shares.Cut()
+        return plan_wide_launches(problem, made, scale, config, deterministic, sunk)
+    slope_gradient, by_list = config.slope_gradient, config.by_list
+    parts, split = config.parts, shares.QuerySplit()
     if lie.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
-    if not (adds or listing):
-        longest_first = made.variant.rising and not isinstance(config.order, Heading)
-        cut = shares.cut_of(problem, blocks, tiles, ordered, longest_first, gpu.processors)
-    if learns is not slopes.UNASKED:  # all spans of a subgroup would have the same places
-        cut = cut._replace(spans=1)
+    if not (accumulate or listing):
+        longest_first = made.variant.rising and not isinstance(config.order, LastBlockStores)
+        split = shares.choose_split(problem, blocks, tiles, deterministic, longest_first, gpu.processors)
+    if slope_gradient is not slopes.NO_SLOPE_GRADIENT:  # all spans of a subgroup would have the same places
+        split = split._replace(splits=1)
     late = Before(problem, early.scratch)
-    of_keys, config = shares.arguments(early, late, config, cut), replace(config, spans=cut.spans > 1)
-    of_rows = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
-    sums = problem["dq"] if config.alone else early.memory((batch * heads, tiles * parts.rows, parts.width), "float32")
+    of_keys, config = shares.arguments(early, late, config, split), replace(config, splits_queries=split.splits > 1)
+    lse_delta = early.memory((batch, heads, 2 * tiles * config.rows), "float32")
+    dq_accum = problem["dq"] if config.single_block else early.memory((batch * heads, tiles * parts.sum_rows, parts.sum_columns), "float32")
     turns = {}
-    if isinstance(config.order, Turns):
+    if isinstance(config.order, OrderedAdds):
         turns["turns"] = early.memory((batch * heads, config.order.lines * tiles), "int32")
     told = where | turns
     given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
@@ -83,12 +83,12 @@ def planned(
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing), but="tiles")
-        found = listed(early, made, listing.varies, config, where | given, read)
+        found = launch_query_lists(early, made, listing.varies, config, where | given, read)
         surveyed = {"classes": spread(classes := found.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
         listed_by = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in found.items()}
     learnt: dict[str, Any] = {}
-    if learns is not slopes.UNASKED:
-        rows = config.learners * blocks * (1 if lie.packed else batch)
+    if slope_gradient is not slopes.NO_SLOPE_GRADIENT:
+        rows = config.slope_warps * blocks * (1 if lie.packed else batch)
         size = math.prod(problem["dalibi"].form.shape)
         learnt["found"] = early.memory((rows, size), "float32")
         early.steps.append(Fill(learnt["found"], 0.0))
@@ -98,10 +98,10 @@ def planned(
         gK=problem["k"],
         gV=problem["v"],
         gDO=problem["dout"],
-        gSums=of_rows,
-        gSum=sums,
+        gLseDelta=lse_delta,
+        gDQAccum=dq_accum,
         blocks=blocks,
-        band=band_of(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
+        raster_group=choose_raster_group(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
         scale=made.unit * LOG2_E,
         unit=scale,
         **of_keys,
@@ -111,34 +111,34 @@ def planned(
         **read,
         **learnt,
     )
-    before = _of_queries(problem, prepare.config_of(config), of_rows, of_rows if config.alone else sums, tiles, told)
+    before = _bind_prepare(problem, prepare.config_of(config), lse_delta, lse_delta if config.single_block else dq_accum, tiles, told)
     steps = [*early.steps, before, main]
-    if not config.alone:
+    if not config.single_block:
         after = kernel_for(finish, finish.config_of(config), problem.device)
         told = {"blocks": tiles, "heads": heads, "unit": scale} | where
-        steps.append(after.bind(batch * heads * tiles, gSum=sums, gDQ=problem["dq"], **told))
+        steps.append(after.bind(batch * heads * tiles, gDQAccum=dq_accum, gDQ=problem["dq"], **told))
     if sunk:
-        steps.append(_of_sinks(problem, sinks.config_of(config), of_rows, batch, tiles))
-    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": of_rows}
-    learned = Learned(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
+        steps.append(_bind_sinks(problem, sinks.config_of(config), lse_delta, batch, tiles))
+    arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": lse_delta}
+    score_gradients = ScoreGradients(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
     for name, readers in reads.items():
         if name == "dalibi" and learnt:
-            learned.add_up(name, learnt["found"])
+            score_gradients.launch_sum(name, learnt["found"])
         else:
-            learned.launch(name, readers)
+            score_gradients.launch(name, readers)
     return Plan([*steps, *late.steps], early.scratch, give)
 
 
-def band_of(rising: bool, order: Unordered, processors: int, keys: float = math.inf) -> int:
+def choose_raster_group(rising: bool, order: UnorderedAdds, processors: int, keys: float = math.inf) -> int:
     """How many pairs of share and batch are gone through at once: see tiling.band_of. keys: of a sequence. Blocks that add
     to dQ in order wait for each other when they begin, the longer the more of a pair begin at once."""
-    ordered = isinstance(order, Ordered)
-    sharing = CLOSE if keys <= SHORT and not ordered else order.sharing
-    return max(1, processors // sharing) if rising else max(1, processors // IN_LINE) if ordered else 1
+    deterministic = isinstance(order, AscendingAdds)
+    sms_per_head = CLOSE if keys <= SHORT and not deterministic else order.sms_per_head
+    return max(1, processors // sms_per_head) if rising else max(1, processors // IN_LINE) if deterministic else 1
 
 
-def planned_wide(
-    problem: Problem, made: Assembled, scale: float, by_keys: hopper_wide.Config, ordered: bool, sunk: bool
+def plan_wide_launches(
+    problem: Problem, made: Assembled, scale: float, by_keys: hopper_wide.Config, deterministic: bool, sunk: bool
 ) -> Plan:
     """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Of dQ nothing is summed in memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
@@ -146,10 +146,10 @@ def planned_wide(
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
-    cut = shares.cut_of(problem, blocks, tiles, ordered, made.variant.rising, gpu.processors)
-    of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
-    of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
-    before = _of_queries(problem, prepare.without_sums(by_keys), of_rows, of_rows, tiles, where)  # there are none to clear
+    split = shares.choose_split(problem, blocks, tiles, deterministic, made.variant.rising, gpu.processors)
+    of_keys, by_keys = shares.arguments(early, late, by_keys, split), replace(by_keys, splits_queries=split.splits > 1)
+    lse_delta = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
+    before = _bind_prepare(problem, prepare.without_sums(by_keys), lse_delta, lse_delta, tiles, where)  # there are none to clear
     of_queries = {"heads": heads, "pairs": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [before]
     for module, config, count, own in [
@@ -163,9 +163,9 @@ def planned_wide(
                 gK=problem["k"],
                 gV=problem["v"],
                 gDO=problem["dout"],
-                gSums=of_rows,
+                gLseDelta=lse_delta,
                 blocks=count,
-                band=band_of(made.variant.rising, UNORDERED, gpu.processors),
+                raster_group=choose_raster_group(made.variant.rising, UNORDERED, gpu.processors),
                 scale=made.unit * LOG2_E,
                 unit=scale,
                 **where,
@@ -175,11 +175,11 @@ def planned_wide(
             )
         )
     if sunk:
-        steps.append(_of_sinks(problem, sinks.Config(by_keys.rows, Written(fp32)), of_rows, batch, tiles))
+        steps.append(_bind_sinks(problem, sinks.Config(by_keys.rows, StoreGradient(fp32)), lse_delta, batch, tiles))
     return Plan([*steps, *late.steps], early.scratch)
 
 
-def _of_queries(problem: Problem, config: prepare.Config, of_rows: Any, sums: Any, tiles: int, told: Mapping[str, Any]) -> Any:
+def _bind_prepare(problem: Problem, config: prepare.Config, lse_delta: Any, dq_accum: Any, tiles: int, told: Mapping[str, Any]) -> Any:
     """The launch that finds two numbers of each query, and clears the sums."""
     batch, heads = problem("BH")
     dlse = {} if (x := problem["dlse"]) is None else {"dlse": x}
@@ -188,8 +188,8 @@ def _of_queries(problem: Problem, config: prepare.Config, of_rows: Any, sums: An
         gO=problem["out"],
         gDO=problem["dout"],
         gLse=problem["lse"],
-        gSums=of_rows,
-        gSum=sums,
+        gLseDelta=lse_delta,
+        gDQAccum=dq_accum,
         blocks=tiles,
         heads=heads,
         **dlse,
@@ -197,9 +197,9 @@ def _of_queries(problem: Problem, config: prepare.Config, of_rows: Any, sums: An
     )
 
 
-def _of_sinks(problem: Problem, config: sinks.Config, of_rows: Any, batches: int, tiles: int) -> Any:
+def _bind_sinks(problem: Problem, config: sinks.Config, lse_delta: Any, batches: int, tiles: int) -> Any:
     """The launch that finds the sinks' gradients."""
     (heads,) = problem("H")
     return kernel_for(sinks, config, problem.device).bind(
-        -(-heads // sinks.HEADS), gSums=of_rows, gSink=problem["sink"], gDSink=problem["dsink"], batches=batches, tiles=tiles
+        -(-heads // sinks.HEADS), gLseDelta=lse_delta, gSink=problem["sink"], gDSink=problem["dsink"], batches=batches, tiles=tiles
     )

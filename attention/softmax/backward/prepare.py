@@ -21,8 +21,8 @@ from tiles.layout import LANES
 
 from ..sequences import Batched
 from . import ampere, hopper, hopper_wide
-from .dq_order import UNORDERED, Unordered
-from .dq_parts import BAND, ByRows
+from .dq_order import UNORDERED, UnorderedAdds
+from .dq_parts import BAND, RowParts
 
 LOG2_E = np.float32(np.log2(np.e))
 NEVER = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: its weights exp2(s - lse) are exact zeros
@@ -37,10 +37,10 @@ class Config:
     value_dim: int
     rows: int
     dtype: dtype
-    parts: ByRows | None
+    parts: RowParts | None
     aligned: bool = True
     lie: type[Batched] = field(default=Batched, kw_only=True)
-    order: Unordered = field(default=UNORDERED, kw_only=True)
+    order: UnorderedAdds = field(default=UNORDERED, kw_only=True)
     early: bool = field(default=False, kw_only=True)
     of_lse: bool = field(default=False, kw_only=True)
 
@@ -72,7 +72,7 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
     shape = config.value_dim, config.rows, config.dtype
-    return Config(*shape, None if config.alone else parts, aligned, lie=config.lie, order=config.order, early=config.early)
+    return Config(*shape, None if config.single_block else parts, aligned, lie=config.lie, order=config.order, early=config.early)
 
 
 def without_sums(config: hopper_wide.Config) -> Config:
@@ -102,12 +102,12 @@ def make(config: Config):
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
-    X, HEIGHT = (rt(BAND, parts.width, fp32), parts.rows) if parts and order.clears else (PART, 0)
+    X, HEIGHT = (rt(BAND, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
     BANDS = HEIGHT // BAND
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
-        gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gSums: array(3), gSum: array(3),
+        gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gLseDelta: array(3), gDQAccum: array(3),
         given: GIVEN, blocks: INT, heads: INT,
     ):  # fmt: skip
         """Prepares a tile of queries, one of the `blocks` of a pair. O and dO are (batch, row, head, column), all other arrays
@@ -116,25 +116,25 @@ def make(config: Config):
             grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)
-        own, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)
+        seq, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
         if sequences.packed:
-            gO, gDO = truncate(gO, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
-        lse = load(gLse, PART.col_vec, (own.batch, head, own.query + row)) * LOG2_E
+            gO, gDO = truncate(gO, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
+        lse = load(gLse, PART.col_vec, (seq.batch, head, seq.query + row)) * LOG2_E
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
-            at = own.batch, own.query + row, head, col
+            at = seq.batch, seq.query + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         delta = finish_sum(delta)
         lse = where(lse <= -NEVER, NEVER, lse)  # not where it is NaN
-        lse = where(row_index(PART.col_vec) + row < own.queries, lse, NEVER)
+        lse = where(row_index(PART.col_vec) + row < seq.queries, lse, NEVER)
         if OF_LSE:
-            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (own.batch, head, own.query + row), given)
-        store(gSums, delta, (own.batch, head, int32(to + ROWS)))
-        store(gSums, lse, (own.batch, head, to))
+            delta = less_dlse(delta, lse < NEVER, PART.col_vec, (seq.batch, head, seq.query + row), given)
+        store(gLseDelta, delta, (seq.batch, head, int32(to + ROWS)))
+        store(gLseDelta, lse, (seq.batch, head, to))
         if warp == 0:
-            order.begin(given, pair, tile)
+            order.init_semaphores(given, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
-            store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
+            store(gDQAccum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 
     return prepare, None

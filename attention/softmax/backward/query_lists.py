@@ -25,9 +25,9 @@ from ..assembled import Assembled
 from ..key_block_lists import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST, WARPS, Survey
 from ..launches import Before
 from ..variants import At, Variant
-from .tiling import Facing, Spanning, Tiles
+from .tiling import QueryTiles, QueryTiling, SplitQueryTiling
 
-FACING = 128  # queries that a warp asks for at once, at most
+SURVEY_QUERIES = 128  # queries that a warp asks for at once, at most
 
 
 @inlined
@@ -40,7 +40,7 @@ def class_of(classes, batch, head, group, tile, block):
     return int32(0) if some == 0 else int32(2) if whole == group else int32(1)
 
 
-class Listed(Facing):
+class ListedQueryTiling(QueryTiling):
     """A list says which tiles of queries see a block of keys: given.lists, by batch, head of keys and block. at.head: the first
     of the query heads that share the head of keys."""
 
@@ -53,24 +53,24 @@ class Listed(Facing):
         lists, head, block = at.given.lists, at.head // group, key // self.kv
         n, cut = int32(lists[at.batch, head, block, 0]), int32(lists[at.batch, head, block, 1])
         ahead, behind = int32(lists[at.batch, head, block, 2]), int32(lists[at.batch, head, block, 3])
-        return Tiles(int32(0), n, cut, int32(0), ahead, behind)
+        return QueryTiles(int32(0), n, cut, int32(0), ahead, behind)
 
     @inlined
-    def tile(self, tiles, i, key, at, group):
-        return self.number(tiles, max(0, min(i, tiles.n - 1)), key, at, group)  # kernels ask ahead
+    def tile_index(self, tiles, i, key, at, group):
+        return self.tile_at(tiles, max(0, min(i, tiles.n - 1)), key, at, group)  # kernels ask ahead
 
     @inlined
-    def number(self, tiles, place, key, at, group):
+    def tile_at(self, tiles, place, key, at, group):
         lists = at.given.lists
         place = HEAD + place if place < tiles.left else lists.shape[3] - 1 - place + tiles.left
         return int32(lists[at.batch, at.head // group, key // self.kv, place])
 
     @inlined
-    def cut(self, tiles, i):
+    def needs_mask(self, tiles, i):
         return i < tiles.left
 
 
-class Ranked(Listed):
+class RankedQueryTiling(ListedQueryTiling):
     """The same for blocks that add to dQ in order: given.ranks says, by batch, head of keys, tile and block, how many earlier
     blocks have the tile in their lists."""
 
@@ -79,17 +79,17 @@ class Ranked(Listed):
         return {"lists": LISTS, "ranks": LISTS}
 
     @inlined
-    def before(self, block, tile, at, group):
+    def blocks_before(self, block, tile, at, group):
         return int32(at.given.ranks[at.batch, at.head // group, tile, block])
 
 
-def facing(by_list: bool, ordered: bool, spans: bool) -> type[Facing]:
+def query_tiling(by_list: bool, deterministic: bool, spans: bool) -> type[QueryTiling]:
     """The class that says which tiles of queries see a block of keys: from a list, or from the variant, all or a span."""
-    return (Ranked if ordered else Listed) if by_list else Spanning if spans else Facing
+    return (RankedQueryTiling if deterministic else ListedQueryTiling) if by_list else SplitQueryTiling if spans else QueryTiling
 
 
 @dataclass(frozen=True)
-class Gathering:
+class BuildQueryLists:
     """Lists from classes, of a variant, tiles of `rows` queries and blocks of `kv` keys."""
 
     variant: Variant
@@ -104,20 +104,20 @@ class Gathering:
 
     @staticmethod
     @functools.cache
-    def make(config: "Gathering"):
+    def make(config: "BuildQueryLists"):
         """(kernel, shared memory) of a configuration."""
-        KV, GIVEN, tiling = config.kv, config.given, Facing(config.rows, config.kv, config.variant)
+        KV, GIVEN, tiling = config.kv, config.given, QueryTiling(config.rows, config.kv, config.variant)
 
         @cuda.jit
-        def gathering(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
+        def build_query_lists(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
             """The list of one of the `blocks` blocks of keys of one of `heads` heads; `group` heads of the classes share it."""
             pair, block = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(pair, heads)
             at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
-            every = tiling.tiles(int32(KV * block), at, group)
+            q_tiles = tiling.tiles(int32(KV * block), at, group)
             some, whole, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
-            for i in range(every.n):
-                tile = int32(every.first + i)
+            for i in range(q_tiles.n):
+                tile = int32(q_tiles.first + i)
                 found = class_of(at.given.classes, batch, group * head, group, tile, block)
                 for h in range(group * head, group * head + group):
                     ahead = int32(min(ahead, at.given.unseen[batch, h, tile, BOTH * block + AHEAD]))
@@ -131,10 +131,10 @@ class Gathering:
             at.given.lists[batch, head, block, 2] = ahead
             at.given.lists[batch, head, block, 3] = behind
 
-        return gathering, None
+        return build_query_lists, None
 
 
-class Ranking(Gathering):
+class RankKeyBlocks(BuildQueryLists):
     """How many blocks of keys before each one have a tile of queries in their lists: from classes, of the same variant, tiles
     and blocks."""
 
@@ -145,12 +145,12 @@ class Ranking(Gathering):
 
     @staticmethod
     @functools.cache
-    def make(config: "Ranking"):
+    def make(config: "RankKeyBlocks"):
         """(kernel, shared memory) of a configuration."""
-        KV, GIVEN, tiling = config.kv, config.given, Facing(config.rows, config.kv, config.variant)
+        KV, GIVEN, tiling = config.kv, config.given, QueryTiling(config.rows, config.kv, config.variant)
 
         @cuda.jit
-        def ranking(given: GIVEN, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
+        def rank_key_blocks(given: GIVEN, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
             """Of one of the `tiles` tiles of queries of one of `heads` heads of `blocks` blocks of keys."""
             pair, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(pair, heads)
@@ -158,15 +158,15 @@ class Ranking(Gathering):
             before = int32(0)
             for block in range(blocks):
                 at.given.ranks[batch, head, tile, block] = before
-                every = tiling.tiles(int32(KV * block), at, group)
-                if every.first <= tile < every.first + every.n:
+                q_tiles = tiling.tiles(int32(KV * block), at, group)
+                if q_tiles.first <= tile < q_tiles.first + q_tiles.n:
                     found = class_of(at.given.classes, batch, group * head, group, tile, int32(block))
                     before = int32(before + (found > 0))
 
-        return ranking, None
+        return rank_key_blocks, None
 
 
-def listed(
+def launch_query_lists(
     before: Before, made: Assembled, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
 ) -> dict[str, Operand]:
     """The lists of tiles of queries of all blocks of keys, made before, the classes that they were made of, and if blocks add
@@ -185,10 +185,10 @@ def listed(
     asked = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": many}
     before.launch(survey, survey, batches * many * tiles * groups, **asked, **told, **read)
     numbers = {"blocks": blocks, "heads": of_keys, "group": many // of_keys}
-    gathering, ranking = Gathering(*made_of), Ranking(*made_of)
-    before.launch(gathering, gathering, batches * of_keys * blocks, unseen=unseen, **found, **numbers, **told)
-    if config.ordered:
+    build_query_lists, rank_key_blocks = BuildQueryLists(*made_of), RankKeyBlocks(*made_of)
+    before.launch(build_query_lists, build_query_lists, batches * of_keys * blocks, unseen=unseen, **found, **numbers, **told)
+    if config.deterministic:
         found["ranks"] = before.memory((batches, of_keys, tiles, blocks), "int32")
         of_tiles = {"classes": classes, "ranks": found["ranks"], "tiles": tiles}
-        before.launch(ranking, ranking, batches * of_keys * tiles, **of_tiles, **numbers, **told)
+        before.launch(rank_key_blocks, rank_key_blocks, batches * of_keys * tiles, **of_tiles, **numbers, **told)
     return found

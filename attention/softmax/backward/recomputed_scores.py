@@ -26,63 +26,63 @@ SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queri
 
 
 @static
-class Added:
+class BiasRead:
     """How a score depends on an element of a bias, which is added before a function in Python. both: that function's (score,
     derivative), or None. The subclasses say the same for other arrays that a score reads."""
 
-    both: Callable | None
+    score_and_grad: Callable | None
 
     @inlined
-    def by(self, s, i, j, at):
+    def grad(self, s, i, j, at):
         """The derivative of a score by the element; s is what the function is given."""
-        if self.both is None:
+        if self.score_and_grad is None:
             return 1.0
         else:
-            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
+            s, slope = self.score_and_grad(s, at.batch, at.head, i, j, *at.aux)
             return slope
 
     @inlined
-    def place(self, i, j, at):
+    def element(self, i, j, at):
         """Which element of the array a score reads, counted from the first; -1 if it reads none."""
         return -1.0
 
 
 @static
-class Slope(Added):
+class SlopeRead(BiasRead):
     """How a score depends on ALiBi's slopes: one for each head, or for each head of each sequence."""
 
-    each: bool
+    per_batch: bool
 
     @inlined
-    def by(self, s, i, j, at):
+    def grad(self, s, i, j, at):
         distance = abs(i + at.shift - j)
-        if self.both is None:
+        if self.score_and_grad is None:
             return -distance
         else:
-            s, slope = self.both(s, at.batch, at.head, i, j, *at.aux)
+            s, slope = self.score_and_grad(s, at.batch, at.head, i, j, *at.aux)
             return -distance * slope
 
     @inlined
-    def place(self, i, j, at):
-        if self.each:
+    def element(self, i, j, at):
+        if self.per_batch:
             return at.batch * at.given.slopes.shape[1] + at.head
         else:
             return at.head
 
 
 @static
-class Element(Added):
+class ElementRead(BiasRead):
     """How a score depends on an element of an array that the function reads: see score_derivative.Read."""
 
     derivative: Callable
     which: Callable
 
     @inlined
-    def by(self, s, i, j, at):
+    def grad(self, s, i, j, at):
         return self.derivative(s, at.batch, at.head, i, j, *at.aux)
 
     @inlined
-    def place(self, i, j, at):
+    def element(self, i, j, at):
         return self.which(at.batch, at.head, i, j, *at.aux)
 
 
@@ -93,11 +93,11 @@ class Config(BaseConfig):
     what becomes of scores before a function, if there is one; what they read."""
 
     queries: int
-    others: int
-    surveyed: int | None
+    main_rows: int
+    surveyed_keys: int | None
     piece: int
-    before: Variant | None
-    read: Added
+    score_before: Variant | None
+    read: BiasRead
 
     @property
     def rows(self) -> int:
@@ -107,7 +107,7 @@ class Config(BaseConfig):
     @property
     def given(self) -> Record:
         """What the kernel is told of the variant, of sequences, and of the survey."""
-        classes = {"classes": CLASSES} if self.surveyed else {}
+        classes = {"classes": CLASSES} if self.surveyed_keys else {}
         return record(**self.variant.given, **self.sequences.given, **classes)
 
     @property
@@ -124,26 +124,26 @@ class Config(BaseConfig):
         return f"{super().__str__()}, {type(self.read).__name__.lower()}"
 
 
-def room(config: Config) -> dict[str, Any]:
+def tile_buffers(config: Config) -> dict[str, Any]:
     """The items of a kernel's shared memory."""
     tiles = {"q": config.query, "k": config.key, "v": config.value, "do": st(config.rows, config.value_dim, config.dtype)}
     return {name: pipeline(tile, 1, config.warps) for name, tile in tiles.items()}
 
 
 @static
-class Recomputed:
+class ScoreRecomputation:
     """Computes the tiles of such a kernel: see Config."""
 
     rows: int
     kv: int
-    others: int
-    surveyed: int | None
+    main_rows: int
+    surveyed_keys: int | None
     piece: int
     variant: Variant
-    before: Variant | None
-    read: Added
+    score_before: Variant | None
+    read: BiasRead
     sequences: Batched
-    summed: Batched  # the same sequences, in tiles of the main kernel's
+    main_sequences: Batched  # the same sequences, in tiles of the main kernel's
 
     @property
     def tile(self) -> rt:
@@ -156,58 +156,58 @@ class Recomputed:
         return Tiling(self.rows, self.kv, self.variant)
 
     @inlined
-    def seen(self, tile, block, at):
+    def may_see(self, tile, block, at):
         """May the tile's queries see keys of a block?"""
-        every = self.tiling.key_blocks(self.rows * tile, at)
-        within = every.first <= block < every.first + every.n
+        kv_blocks = self.tiling.key_blocks(self.rows * tile, at)
+        within = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
         if self.sequences.packed:
             return within and self.rows * tile < at.queries
-        elif self.surveyed is None:
+        elif self.surveyed_keys is None:
             return within
         else:
-            row, key = self.rows * tile // self.others, self.kv * block // self.surveyed
+            row, key = self.rows * tile // self.main_rows, self.kv * block // self.surveyed_keys
             return within and at.given.classes[at.batch, at.head, row, key] > 0
 
     @inlined
-    def weighted(self, n, tile, block, at, own, group, rooms, arrays, sums, scale):
+    def weighted_ds(self, n, tile, block, at, seq, group, rooms, arrays, lse_delta, scale):
         """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
-        j; `at` of these scores). n: how many tiles came before."""
+        j; `at` of these scores). n: how many tiles came score_before."""
         q, k, v, do = rooms
         gQ, gK, gV, gDO = arrays
         if not self.sequences.apart:  # behind the ends lie rows of another sequence
-            gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
+            gK, gV = truncate(gK, 1, seq.key + seq.keys), truncate(gV, 1, seq.key + seq.keys)
         if self.sequences.packed:
-            gQ, gDO = truncate(gQ, 1, own.query + own.queries), truncate(gDO, 1, own.query + own.queries)
+            gQ, gDO = truncate(gQ, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (own.batch, own.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (own.batch, own.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (seq.batch, seq.query + first, at.head, 0), 1, 3, n + 1, self.piece)
+        do.fill(n, gDO, (seq.batch, seq.query + first, at.head, 0), 1, 3, n + 1, self.piece)
+        k.fill(n, gK, (seq.batch, seq.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        v.fill(n, gV, (seq.batch, seq.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
         row = int32(first + BAND * warp)
         here = at._replace(row=row)
         at = here._replace(kept=variant.keep(here))
         queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
         s = variant.score_near(x, at, key)
-        above = self.summed.first_tile(at.batch, at.given)
-        place = int32(2 * self.others * (above + row // self.others) + row % self.others)
-        lse = load(sums, self.tile.col_vec, (own.batch, at.head, place))
+        above = self.main_sequences.first_tile(at.batch, at.given)
+        place = int32(2 * self.main_rows * (above + row // self.main_rows) + row % self.main_rows)
+        lse = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, place))
         if variant.by_rows:
             lse = lse + variant.below_near(s, at, key) * scale
         p = exp2(self.tiling.mask(s, at, key) * scale - lse)
         dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # now that few registers hold anything but p
-        delta = load(sums, self.tile.col_vec, (own.batch, at.head, int32(place + self.others)))
+        delta = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, int32(place + self.main_rows)))
         ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
-        if self.before is None:
-            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
+        if self.score_before is None:
+            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, at)), i, j, at
         else:
-            x = self.before.score(x, here._replace(kept=self.before.keep(here)), key) * at.given.score_unit
-            return where(p == 0.0, 0.0, ds * self.read.by(x, i, j, at)), i, j, at
+            x = self.score_before.score(x, here._replace(kept=self.score_before.keep(here)), key) * at.given.score_unit
+            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, at)), i, j, at
 
 
-def recomputed(config: Config) -> Recomputed:
+def recomputation(config: Config) -> ScoreRecomputation:
     """The object that computes this kernel's tiles."""
-    shape = config.rows, config.kv, config.others, config.surveyed, config.piece
-    return Recomputed(*shape, config.variant, config.before, config.read, config.sequences, config.lie(config.others))
+    shape = config.rows, config.kv, config.main_rows, config.surveyed_keys, config.piece
+    return ScoreRecomputation(*shape, config.variant, config.score_before, config.read, config.sequences, config.lie(config.main_rows))

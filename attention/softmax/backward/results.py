@@ -11,7 +11,7 @@ def times(gradient, x):
 
 
 @static
-class Written:
+class StoreGradient:
     """The gradient is written, rounded to the array's dtype; columns are adjacent."""
 
     dtype: dtype
@@ -23,12 +23,12 @@ class Written:
         store(array, self.dtype(x), at, 1, 3, piece)
 
     @inlined
-    def store_four(self, array, x, at):
+    def store_warpgroup(self, array, x, at):
         """Store a warpgroup's tile to an array whose address and strides are multiples of 16 bytes."""
         warpgroup.store(array, self.dtype(x), at, 1, 3, True)
 
     @inlined
-    def store_sums(self, array, x, at):
+    def store_tile(self, array, x, at):
         """Store a warp's float32 tile along axes 2 and 3 of an array."""
         store(array, x, at, 2, 3)
 
@@ -38,7 +38,7 @@ class Written:
         store(array, x, at)
 
 
-class Added(Written):
+class AccumulateGradient(StoreGradient):
     """The gradient is added to what the array holds, in float32, with any strides. Nobody else adds to the same elements."""
 
     @inlined
@@ -46,11 +46,11 @@ class Added(Written):
         store(array, x + load(array, rt(x.rows, x.cols, self.dtype, x.layout), at, 1, 3), at, 1, 3)
 
     @inlined
-    def store_four(self, array, x, at):
+    def store_warpgroup(self, array, x, at):
         warpgroup.store(array, x + warpgroup.load(array, rt(x.rows, x.cols, self.dtype), at, 1, 3), at, 1, 3)
 
     @inlined
-    def store_sums(self, array, x, at):
+    def store_tile(self, array, x, at):
         store(array, x + load(array, rt(x.rows, x.cols, self.dtype, x.layout), at, 2, 3), at, 2, 3)
 
     @inlined
@@ -58,6 +58,6 @@ class Added(Written):
         store(array, x + load(array, spec, at), at)
 
 
-def of_sums(adds: bool) -> Written:
+def float32_output(accumulate: bool) -> StoreGradient:
     """How a float32 gradient is stored."""
-    return Added(fp32) if adds else Written(fp32)
+    return AccumulateGradient(fp32) if accumulate else StoreGradient(fp32)

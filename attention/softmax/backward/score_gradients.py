@@ -18,7 +18,7 @@ AT_ONCE = 2 * elements.SHARED_BY  # shares of a multiprocessor, at least, where 
 GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
 
 
-def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[recomputed_scores.Added]:
+def reads_of(problem: Problem, name: str, found: Derivatives | None) -> Sequence[recomputed_scores.BiasRead]:
     """What reads the array that this gradient belongs to. ValueError, TypeError: there is none, or it has no gradient."""
     array = name.removeprefix("d")
     if array not in problem:
@@ -28,16 +28,16 @@ def read_by(problem: Problem, name: str, found: Derivatives | None) -> Sequence[
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.NOWHERE and array != "bias":
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
-    both = None if found is None or found.even else found.bent
+    score_and_grad = None if found is None or found.even else found.bent
     if array == "bias":
-        return [recomputed_scores.Added(both)]
+        return [recomputed_scores.BiasRead(score_and_grad)]
     if array == "alibi":
-        return [recomputed_scores.Slope(both, len(form.shape) == 2 and form.shape[0] > 1)]
+        return [recomputed_scores.SlopeRead(score_and_grad, len(form.shape) == 2 and form.shape[0] > 1)]
     number = int(array.removeprefix("aux"))
-    return [recomputed_scores.Element(both, x.by, x.place) for x in found.reads if x.array == number] if found else []
+    return [recomputed_scores.ElementRead(score_and_grad, x.by, x.place) for x in found.reads if x.array == number] if found else []
 
 
-class Learned:
+class ScoreGradients:
     """Launches after the main one, which has this configuration. late: where they are put; told: the arrays that their kernels
     read, and what they are told of the variant."""
 
@@ -49,23 +49,23 @@ class Learned:
         self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
         self.shape = {"group": heads // kv_heads, "scale": made.unit * LOG2_E}
 
-    def kind(self, read: recomputed_scores.Added) -> dict[str, Any]:
+    def kind(self, read: recomputed_scores.BiasRead) -> dict[str, Any]:
         """What a configuration is made of: recomputed_scores.Config's fields."""
-        main, before = self.config, self.made.before if "score_unit" in self.made.numbers else None
+        main, score_before = self.config, self.made.before if "score_unit" in self.made.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
-        rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
+        rows = {"queries": self.queries, "main_rows": main.rows, "piece": self.problem.bytes_at_once()}
         rows["lie"] = main.lie
-        rows["surveyed"] = main.kv if "classes" in self.told else None
-        return dims | rows | {"variant": self.made.variant, "before": before, "read": read, "axes": main.axes}
+        rows["surveyed_keys"] = main.kv if "classes" in self.told else None
+        return dims | rows | {"variant": self.made.variant, "score_before": score_before, "read": read, "axes": main.axes}
 
-    def launch(self, name: str, reads: Sequence[recomputed_scores.Added]) -> None:
+    def launch(self, name: str, reads: Sequence[recomputed_scores.BiasRead]) -> None:
         """Those of the gradient of this name; reads: what reads its array."""
         if name == "dbias":
-            self.of_bias(*reads)
+            self.launch_bias_gradient(*reads)
         else:
-            self.of_elements(name, reads)
+            self.launch_element_gradient(name, reads)
 
-    def of_bias(self, read: recomputed_scores.Added) -> None:
+    def launch_bias_gradient(self, read: recomputed_scores.BiasRead) -> None:
         """The gradient of a bias."""
         batch, heads, batches, own_heads, rows = self.problem("NHWXY")
         shared_by = {"own_heads": own_heads, "batches": batch // batches, "heads": heads // own_heads}
@@ -73,17 +73,17 @@ class Learned:
         if hopper_bias.serves(self.config, read):
             config = hopper_bias.config_for(self.config)
             tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
-            every = batches * own_heads * tiles * blocks
-            grid = min(every, self.processors)
-            self.late.launch(hopper_bias, config, grid, own_tiles=tiles, blocks=blocks, every=every, **given)
+            dbias_tiles = batches * own_heads * tiles * blocks
+            grid = min(dbias_tiles, self.processors)
+            self.late.launch(hopper_bias, config, grid, own_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **given)
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
-            each = bias.Config(**self.kind(read), one_row=one_row, adds=self.config.adds)
+            each = bias.Config(**self.kind(read), one_row=one_row, accumulate=self.config.accumulate)
             grid = batches * own_heads * tiles * blocks
             self.late.launch(bias, each, grid, own_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **given)
 
-    def dealt(self) -> tuple[int, int, int, int]:
+    def work_extents(self) -> tuple[int, int, int, int]:
         """(batches, heads, tiles of queries, blocks of keys) that thread blocks go through, or of packed sequences (1, heads,
         the tiles of all of them, in how many shares the blocks of keys are that a tile sees): see elements.py."""
         batch, rows, heads = self.problem("BSH")
@@ -93,12 +93,12 @@ class Learned:
         tiles = rows // self.queries + ends - 1
         return 1, heads, tiles, min(self.blocks, -(-AT_ONCE * self.processors // (heads * tiles)))
 
-    def of_elements(self, name: str, reads: Sequence[recomputed_scores.Added]) -> None:
+    def launch_element_gradient(self, name: str, reads: Sequence[recomputed_scores.BiasRead]) -> None:
         """The gradient of an array that these read."""
-        out, (batches, heads, tiles, blocks) = self.problem[name], self.dealt()
+        out, (batches, heads, tiles, blocks) = self.problem[name], self.work_extents()
         size, warps = math.prod(out.form.shape), self.queries // recomputed_scores.BAND
         if not reads or not size:
-            self.late.steps += [] if self.config.adds else [Fill(out, 0.0)]
+            self.late.steps += [] if self.config.accumulate else [Fill(out, 0.0)]
             return
         most = max(1, elements.BYTES // (4 * size * warps * len(reads)))
         grid = min(batches * heads * tiles * blocks, elements.SHARED_BY * self.processors, most)
@@ -108,11 +108,11 @@ class Learned:
             self.late.launch(
                 elements, recomputed_scores.Config(**self.kind(read)), grid, gFound=found, **extents, **self.shape, **self.told
             )
-        self.add_up(name, found)
+        self.launch_sum(name, found)
 
-    def add_up(self, name: str, found: Any) -> None:
+    def launch_sum(self, name: str, found: Any) -> None:
         """The gradient of this name, of rows of sums."""
-        out, adding = self.problem[name], elements.Total(self.config.adds)
+        out, adding = self.problem[name], elements.SumElementRows(self.config.accumulate)
         size = math.prod(out.form.shape)
         try:
             flat = out.reshape(1, size)

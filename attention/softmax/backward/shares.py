@@ -87,45 +87,45 @@ def make(config: Config):
     return add_up, None
 
 
-class Cut(NamedTuple):
+class QuerySplit(NamedTuple):
     """Into how many subgroups the query heads of a key head go, and into how many spans their queries."""
 
-    subgroups: int = 1
+    head_groups: int = 1
     spans: int = 1
 
     @property
     def shares(self) -> int:
         """How many thread blocks have the same keys."""
-        return self.subgroups * self.spans
+        return self.head_groups * self.spans
 
 
-def cut_of(problem: Problem, blocks: int, tiles: int, ordered: bool, longest_first: bool, processors: int) -> Cut:
+def choose_split(problem: Problem, blocks: int, tiles: int, deterministic: bool, longest_first: bool, processors: int) -> QuerySplit:
     """The Cut of a problem with so many blocks of keys and tiles of queries. There should be a thread block for each
     multiprocessor; two where some take up to twice as long as others, and these come first. In order (ordered) no length
     decides, for parts of sequences must give the bits of the whole."""
     batch, heads, kv_heads = problem("BHG")
     group, pairs = heads // kv_heads, batch * kv_heads
-    if ordered:
+    if deterministic:
         return cut(group, pairs, 0, IN_ORDER)
     return cut(group, pairs * blocks, tiles, processors * (2 if longest_first else 1))
 
 
-def cut(group: int, thread_blocks: int, tiles: int, wanted: int) -> Cut:
+def cut(group: int, thread_blocks: int, tiles: int, wanted: int) -> QuerySplit:
     """The Cut of a problem of `group` query heads to a key head and `tiles` tiles of queries, which not cut has so many thread
     blocks: as many shares as leave no more than are wanted."""
     of_heads = [n for n in range(2, group + 1) if group % n == 0 and n * thread_blocks <= wanted]
-    subgroups, spans = max([1, *of_heads]), 1
-    while 2 * spans * subgroups * thread_blocks <= wanted and 2 * spans * max(1, LEAST * subgroups // group) <= tiles:
+    head_groups, spans = max([1, *of_heads]), 1
+    while 2 * spans * head_groups * thread_blocks <= wanted and 2 * spans * max(1, LEAST * head_groups // group) <= tiles:
         spans *= 2
-    return Cut(subgroups, spans)
+    return QuerySplit(head_groups, spans)
 
 
-def arguments(early: Before, late: Before, config: BackwardConfig, cut: Cut) -> dict[str, Any]:
+def arguments(early: Before, late: Before, config: BackwardConfig, cut: QuerySplit) -> dict[str, Any]:
     """The arguments of the main kernel of this configuration that say how queries are cut, and where it leaves dK and dV. Those
     of several shares are added up later."""
     problem = early.problem
     (batch, query_heads, heads), dk, dv = problem("BHG"), problem["dk"], problem["dv"]
-    every, group = heads * cut.shares, query_heads // (heads * cut.subgroups)
+    every, group = heads * cut.shares, query_heads // (heads * cut.head_groups)
     told = {"heads": every, "pairs": batch * every, "group": group, "shares": cut.shares, "spans": cut.spans}
     if cut.shares == 1:
         return {"gDK": dk, "gDV": dv, **told}

@@ -15,7 +15,7 @@ from tiles.arguments import INT, array
 from tiles.layout import LANES
 
 from . import ampere, hopper
-from .results import Written, of_sums
+from .results import StoreGradient, float32_output
 
 WARPS, HEADS, TOGETHER = 16, 16, 32  # warps and heads of a thread block; queries of each head that a warp takes at once
 LOG2_E = np.float32(np.log2(np.e))
@@ -27,7 +27,7 @@ class Config:
     stored."""
 
     rows: int
-    result: Written
+    result: StoreGradient
     threads = LANES * WARPS
 
     def __str__(self):
@@ -36,7 +36,7 @@ class Config:
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """The configuration that goes with this kernel."""
-    return Config(config.rows, of_sums(config.adds))
+    return Config(config.rows, float32_output(config.accumulate))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -51,7 +51,7 @@ def make(config: Config):
     smem = shared(sums=sv(HEADS * WARPS, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def sinks(gSums: array(3), gSink: array(1), gDSink: array(1), batches: INT, tiles: INT):
+    def sinks(gLseDelta: array(3), gSink: array(1), gDSink: array(1), batches: INT, tiles: INT):
         """The gradients of 16 heads' sinks. gSums is (batch, head, row): for each tile the log-sum-exps of all rows, then their
         sums of dO O."""
         (sums,) = smem.open()
@@ -62,8 +62,8 @@ def make(config: Config):
             batch, rest = divmod(int32(n), tiles * PARTS)
             tile, part = divmod(rest, PARTS)
             at = int32(2 * ROWS * tile + TOGETHER * part)
-            lse = load(gSums, X, (batch, head, at), 1, 2, True)
-            delta = load(gSums, X, (batch, head, int32(at + ROWS)), 1, 2, True)
+            lse = load(gLseDelta, X, (batch, head, at), 1, 2, True)
+            delta = load(gLseDelta, X, (batch, head, int32(at + ROWS)), 1, 2, True)
             total = total + lane_sum(exp2(sink - lse) * delta)
         found = block.reduce_sum(finish_sum(total), sums)
         if warp == 0:

@@ -15,11 +15,11 @@ from tiles.arguments import array
 from ..scores import Sloped, Sunk
 from ..variants import Both, Variant
 from ..visible_keys import Causal, Left
-from .recomputed_scores import Added, Slope
+from .recomputed_scores import BiasRead, SlopeRead
 
 
 @static
-class Unasked:
+class NoSlopeGradient:
     """The gradient is not asked for."""
 
     def __str__(self):
@@ -46,7 +46,7 @@ class Unasked:
 
 
 @static
-class Asked(Unasked):
+class SlopeGradient(NoSlopeGradient):
     """The gradient is asked for. Sequences share their slopes, and no key is seen that comes after the query.
 
     given.found: (a warp of a block of keys of a batch, slope), zeros at first."""
@@ -73,18 +73,18 @@ class Asked(Unasked):
         given.found[row, at.head] = -tile_sum(finish_sum(sum))
 
 
-UNASKED = Unasked()
-ASKED = Asked()
+NO_SLOPE_GRADIENT = NoSlopeGradient()
+SLOPE_GRADIENT = SlopeGradient()
 
 
 SERVED = Causal, Left, Sloped, Sunk  # other parts of a variant need registers, and this would spill more
 
 
-def asked(variant: Variant, read: Added) -> Unasked:
+def choose_slope_gradient(variant: Variant, read: BiasRead) -> NoSlopeGradient:
     """Asked, if the main kernel can compute the gradient of this variant's slopes, which `read` reads; else Unasked."""
     parts = _parts(variant)
-    ordered = any(isinstance(x, Sloped) and x.by_rows for x in parts) and all(type(x) in SERVED for x in parts)
-    return ASKED if ordered and isinstance(read, Slope) and not read.each else UNASKED
+    positive = any(isinstance(x, Sloped) and x.by_rows for x in parts) and all(type(x) in SERVED for x in parts)
+    return SLOPE_GRADIENT if positive and isinstance(read, SlopeRead) and not read.per_batch else NO_SLOPE_GRADIENT
 
 
 def _parts(of: Variant) -> list[Variant]:

@@ -11,7 +11,7 @@ from tiles import inlined, static
 from ..tiling import Tiling, clear_ahead, clear_behind
 
 
-class Tiles(NamedTuple):
+class QueryTiles(NamedTuple):
     """The tiles of queries that see a block of keys: n of them, from tile `first` on. Those from the left-th to before the
     right-th need no mask. ahead, behind: how many of the block's first keys, and of its last ones, no query sees, so that they
     must not be multiplied: see tiling.Blocks."""
@@ -31,17 +31,17 @@ class Tiles(NamedTuple):
 
 
 @static
-class Facing(Tiling):
+class QueryTiling(Tiling):
     """For kernels whose blocks have `kv` keys and whose tiles have `rows` queries, under a variant. apart: every block has keys
     that queries may see."""
 
     apart: bool = True
 
     @inlined
-    def place(self, block, blocks, pairs, band):
+    def place(self, block, blocks, pairs, raster_group):
         """The (block of keys, pair of share and batch) of a thread block: one band of pairs after the other. The first keys,
         which most queries see where later queries see more, come first."""
-        pair, block = rasterize(block, pairs, blocks, band)
+        pair, block = rasterize(block, pairs, blocks, raster_group)
         return block, pair
 
     @inlined
@@ -56,27 +56,27 @@ class Facing(Tiling):
             left = n
         if not self.apart and key >= at.keys:
             n = 0
-        return Tiles(
+        return QueryTiles(
             int32(first), int32(n), int32(left), int32(right), self.unseen_ahead(key, at), self.unseen_behind(key + self.kv, at)
         )
 
     @inlined
-    def span(self, tiles, number, spans):
+    def take_split(self, tiles, number, splits):
         """What a thread block takes of the Tiles: all of them."""
         return tiles
 
     @inlined
-    def tile(self, tiles, i, key, at, group):
+    def tile_index(self, tiles, i, key, at, group):
         """The number of the i-th of these tiles."""
         return int32(tiles.first + i)
 
     @inlined
-    def number(self, tiles, place, key, at, group):
+    def tile_at(self, tiles, place, key, at, group):
         """The number of the tile at a place in their row, which begins at tiles.first: see dq_order.py."""
         return place
 
     @inlined
-    def before(self, block, tile, at, group):
+    def blocks_before(self, block, tile, at, group):
         """How many blocks of keys that a tile of queries sees come before this one."""
         if self.variant.from_first:
             return block
@@ -85,13 +85,13 @@ class Facing(Tiling):
             return int32(block - self.variant.keys(row, row + self.rows - 1, at).first // self.kv)
 
     @inlined
-    def end(self, tile, at):
+    def end_block(self, tile, at):
         """The number behind that of the last block of keys that a tile of queries sees."""
         row = self.rows * tile
         return (self.variant.keys(row, row + self.rows - 1, at).end + self.kv - 1) // self.kv
 
     @inlined
-    def cut(self, tiles, i):
+    def needs_mask(self, tiles, i):
         """Must the i-th of these tiles be masked?"""
         if self.variant.from_first:
             return i < tiles.left
@@ -106,13 +106,13 @@ class Facing(Tiling):
         return self.variant.mask(s, at, key, -math.inf)
 
 
-class Spanning(Facing):
+class SplitQueryTiling(QueryTiling):
     """The same for thread blocks that take one of several spans of the tiles each: see shares.py."""
 
     @inlined
-    def span(self, tiles, number, spans):
+    def take_split(self, tiles, number, splits):
         """One of `spans` spans, of as many tiles each, but for the last ones."""
-        each, _ = divmod(int32(tiles.n + spans - 1), spans)
+        each, _ = divmod(int32(tiles.n + splits - 1), splits)
         first = min(each * number, tiles.n)
         n = min(each, tiles.n - first)
         left, right = int32(tiles.left - first), int32(tiles.right - first)

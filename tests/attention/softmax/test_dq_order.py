@@ -12,8 +12,8 @@ from places import OnInterpreter
 
 import attention
 from attention.softmax.backward import dq_order, hopper_folded, hopper_narrow
-from attention.softmax.backward.dq_order import Ordered
-from attention.softmax.backward.launches import band_of
+from attention.softmax.backward.dq_order import AscendingAdds
+from attention.softmax.backward.launches import choose_raster_group
 from attention.softmax.variants import At
 from attention.softmax.visible_keys import CAUSAL
 from ops import grid
@@ -68,7 +68,7 @@ def test_blocks_add_in_order_of_those_that_lists_name(family, monkeypatch):
 def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
     """Of every tile of queries the blocks of keys that see it have the places 0, 1, .. in the order in which they begin, and
     each place is one block's. Groups begin in turns from their last keys and from their first."""
-    (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, ordered=True)
+    (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, deterministic=True)
     order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
     at, added = At(0, 0, 0, keys - queries, queries, keys, (), (), 0), Counter()
     begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
@@ -76,7 +76,7 @@ def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
     for block, pair in begin:
         every = tiling.tiles(config.kv * block, at, 1)
         for tile in range(every.first, every.first + every.n):
-            assert order.behind(tiling, block, tile, at, 1) == added[pair, tile]
+            assert order.prior_adds(tiling, block, tile, at, 1) == added[pair, tile]
             added[pair, tile] += 1
     if blocks == 14:
         assert [block for block, pair in begin if pair == 2] == [2, 1, 0, 3, 4, 5, 8, 7, 6, 9, 10, 11, 13, 12]
@@ -86,14 +86,14 @@ def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
 @pytest.mark.parametrize(("module", "head_dim"), [(hopper_narrow, 64), (hopper_folded, 128)], ids=["64", "128"])
 def test_who_stores_heads_the_others(module, head_dim, lengths):
     """Of every tile of queries one block of keys stores, and begins before all others that see it; it takes its own first."""
-    (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, stores=True)
+    (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, stores_first=True)
     order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
     at, stored = At(0, 0, 0, keys - queries, queries, keys, (), (), 0), set()
     begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:
         every = tiling.tiles(config.kv * block, at, 1)
-        seen = [(order.behind(tiling, block, tile, at, 1), pair, tile) for tile in range(every.first, every.first + every.n)]
+        seen = [(order.prior_adds(tiling, block, tile, at, 1), pair, tile) for tile in range(every.first, every.first + every.n)]
         assert seen == sorted(seen, key=lambda x: x[0])
         for behind, *place in seen:
             assert behind == (tuple(place) in stored)
@@ -104,19 +104,19 @@ def test_who_stores_heads_the_others(module, head_dim, lengths):
 def test_pairs_at_once():
     """As many as leave each pair the thread blocks that should begin together: a snake's, a group."""
     snake, heading, plain = (
-        hopper_folded.config_for(128, bf16, CAUSAL, ordered=ordered, stores=stores).order
-        for ordered, stores in [(True, True), (False, True), (False, False)]
+        hopper_folded.config_for(128, bf16, CAUSAL, deterministic=deterministic, stores_first=stores_first).order
+        for deterministic, stores_first in [(True, True), (False, True), (False, False)]
     )
-    row = Ordered(1, True)
-    assert [band_of(True, order, 132) for order in (snake, row, heading, plain)] == [44, 22, 22, 22]
-    assert [band_of(True, order, 132, 2048) for order in (snake, row, heading, plain)] == [44, 22, 16, 16]
-    assert [band_of(False, order, 132, 2048) for order in (row, plain)] == [8, 1] and band_of(True, snake, 2) == 1
+    row = AscendingAdds(1, True)
+    assert [choose_raster_group(True, order, 132) for order in (snake, row, heading, plain)] == [44, 22, 22, 22]
+    assert [choose_raster_group(True, order, 132, 2048) for order in (snake, row, heading, plain)] == [44, 22, 16, 16]
+    assert [choose_raster_group(False, order, 132, 2048) for order in (row, plain)] == [8, 1] and choose_raster_group(True, snake, 2) == 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_snake_in_the_interpreter(head_dim, monkeypatch):
     """Groups of two: from the last keys on, from the first on, and one that is not whole."""
-    monkeypatch.setattr(dq_order, "GROUP", 2)
+    monkeypatch.setattr(dq_order, "SNAKE_GROUP", 2)
     q_k_v, forwards = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters
     agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
     monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
@@ -154,7 +154,7 @@ def test_the_same_bits_under_load(family, head_dim, case):
 @pytest.mark.parametrize(("length", "options"), [(16384, {}), (16384, dict(causal=True)), (512, dict(causal=True))], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_what_is_stored_first_is_there(head_dim, length, options, ordered):
+def test_what_is_stored_first_is_there(head_dim, length, options, deterministic):
     """Sums that nobody clears, in memory that holds NaN: dQ as the formula in float64 has it, of eight streams at once."""
     torch = pytest.importorskip("torch")
     q, k, v, dout = (torch.randn(1, length, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -164,7 +164,7 @@ def test_what_is_stored_first_is_there(head_dim, length, options, ordered):
     torch.cuda.synchronize()
     for stream in [torch.cuda.Stream() for _ in range(8)] * 3:
         with torch.cuda.stream(stream):
-            found.append(attention.backward(dout, q, k, v, out, lse, deterministic=ordered, **options)[0])
+            found.append(attention.backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)[0])
     torch.cuda.synchronize()
     one, key, value, its = (x[0, :, -1].double() for x in (q, k, v, dout))
     for rows in torch.arange(length, device="cuda").split(2048):
@@ -176,7 +176,7 @@ def test_what_is_stored_first_is_there(head_dim, length, options, ordered):
         for dq in found:
             error = (dq[0, rows, -1].double() - want).abs().max()
             assert error <= 2**-6 * want.abs().max(), (rows[0], error, want.abs().max())
-    if ordered:
+    if deterministic:
         assert all(torch.equal(x, found[0]) for x in found[1:])
 
 
