@@ -64,7 +64,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ),
     ("sm_80", backward.ampere, backward.ampere.config_for(256, bf16, CAUSAL)),
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
-    ("sm_80", backward.norms, backward.norms.Rows(Layer(), 256, bf16, False)),
+    ("sm_80", backward.norms, backward.norms.NormRowGradients(Layer(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, ByToken(), Normalizer())),

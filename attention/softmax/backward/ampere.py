@@ -286,7 +286,7 @@ def make(config: Config):
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
             prior = order.prior_adds(tiling, number, tile, at, group)
-            order.acquire(given, of, to, 0, prior)
+            order.wait(given, of, to, 0, prior)
             if SPLIT:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
@@ -295,7 +295,7 @@ def make(config: Config):
             else:
                 for n in range(EACH):
                     add(int32(warp + WARPS * n), k_tile, ds_tile, gDQAccum, of, to, unit)
-            order.release(given, of, to, 0, prior)
+            order.arrive(given, of, to, 0, prior)
             if last:
                 if not SPLIT or warp >= OWNERS:
                     slope_gradient.store(dslope, given, here, int32(OWNERS * line + mine))

@@ -65,7 +65,7 @@ class UnorderedAdds:
         """Prepare a tile of queries, before any block adds to it; done by one warp."""
 
     @inlined
-    def acquire(self, given, pair, tile, semaphore, prior):
+    def wait(self, given, pair, tile, semaphore, prior):
         """Wait until a warp may add its parts to a tile of queries of a pair of head and batch: until `behind` blocks have
         added."""
 
@@ -75,7 +75,7 @@ class UnorderedAdds:
         tma_add(dq_accum, at, part)
 
     @inlined
-    def release(self, given, pair, tile, semaphore, prior):
+    def arrive(self, given, pair, tile, semaphore, prior):
         """Say that the warp has added its parts to the tile."""
 
 
@@ -113,7 +113,7 @@ class OrderedAdds(UnorderedAdds):
             given.dq_semaphores[pair, self.semaphores * tile + semaphore] = int32(0)
 
     @inlined
-    def acquire(self, given, pair, tile, semaphore, prior):
+    def wait(self, given, pair, tile, semaphore, prior):
         wait_count(given.dq_semaphores, (pair, int32(self.semaphores * tile + semaphore)), int32(self.warps * prior))
 
     @inlined
@@ -127,7 +127,7 @@ class OrderedAdds(UnorderedAdds):
             tma_add(dq_accum, at, part)
 
     @inlined
-    def release(self, given, pair, tile, semaphore, prior):
+    def arrive(self, given, pair, tile, semaphore, prior):
         turn = pair, int32(self.semaphores * tile + semaphore)
         if self.by_tma:
             stores_done()
@@ -229,7 +229,7 @@ class LastBlockStores(OrderedAdds):
         return int32(block + 1 < tiling.end_block(tile, at))
 
     @inlined
-    def release(self, given, pair, tile, semaphore, prior):
+    def arrive(self, given, pair, tile, semaphore, prior):
         """See Unordered. Nobody waits for what is added, only for what is stored."""
         if prior == 0:
             stores_done()

@@ -118,13 +118,13 @@ def make_add_dq(config: Config):
         for j in range(int32(group * q_tiles.n)):
             number = tiling.tile_at(q_tiles, place, key, at, group)
             tile, prior = int32(above + number), order.prior_adds(tiling, block, number, at, group)
-            order.acquire(at.given, of, tile, mine, prior)
+            order.wait(at.given, of, tile, mine, prior)
             for turn in range(PARTS // DQ_WARPS):
                 n = int32(PARTS * j + DQ_WARPS * turn + mine)
                 order.add(gDQAccum, (of, int32(PARTS * tile + DQ_WARPS * turn + mine)), dq_ring.wait(n), prior)
                 store_wait()
                 dq_ring.release(n)
-            order.release(at.given, of, tile, mine, prior)
+            order.arrive(at.given, of, tile, mine, prior)
             of, place = order.next_tile(q_tiles, of, place)
 
     return add_dq
