@@ -12,7 +12,7 @@ import attention
 from tiles.frameworks import with_tangents
 from tiles.torch_op import exporting, traced
 
-from .options import flag, positive
+from .options import check_flag, check_positive
 from .softmax.autograd import adjacent
 from .softmax.call_options import ends_of
 from .softmax.gradient import ONCE
@@ -76,10 +76,10 @@ class Attention(nn.Module):
         self.head_dim = dim // heads if head_dim is None else head_dim
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim: must be a multiple of 8, from 8 to 256: head_dim={self.head_dim}")
-        self.rotary = positive("rotary", rotary)
+        self.rotary = check_positive("rotary", rotary)
         for name, x in {"causal": causal, "sink": sink, "qk_norm": qk_norm, "bias": bias}.items():
-            flag(name, x)
-        ends_of(window), positive("softcap", softcap), positive("scale", scale)  # which refuse what a call would
+            check_flag(name, x)
+        ends_of(window), check_positive("softcap", softcap), check_positive("scale", scale)  # which refuse what a call would
         self.options = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.project = nn.Linear(dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias, **place)

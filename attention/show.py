@@ -23,7 +23,7 @@ from tiles.frameworks import describe
 from tiles.inspect.command import module_at
 from tiles.launch import kernel_for
 
-from .reference.scores import Variant
+from .reference.scores import ReferenceVariant
 from .softmax import key_block_lists as lists
 from .softmax.assembled import assembled
 from .softmax.call_options import ends_of
@@ -105,7 +105,7 @@ def drawn(
     i, j = np.arange(q)[:, None], np.arange(k)[None]
     try:
         launch.run(0, [x.pointer for x in arrays])
-        seen = Variant(causal, window, mask=mask, aux=tuple(aux)).seen(batch, head, i, j, k - q)
+        seen = ReferenceVariant(causal, window, mask=mask, aux=tuple(aux)).visible(batch, head, i, j, k - q)
     except (Hazard, IndexError) as error:
         sizes = ", ".join(f"{x.shape}" for x in aux) or "none"
         told = getattr(error, "cause", error)

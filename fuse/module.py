@@ -25,7 +25,7 @@ from .names import array, free_names, global_names, unused
 
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
-HOMES |= {"share_of": "attention.dropout"}
+HOMES |= {"drop_threshold": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
 MODULES = 1024  # that are kept
 KERNELS = Recent(MODULES)  # of modules, by their names and code

@@ -207,7 +207,7 @@ class Kernel:
 
 def kernel_for(family, config, ordinal: int | None) -> Kernel:
     """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
-    `early` is true is launched early. There is one of each, whatever threads plan."""
+    `overlaps_previous` is true is launched with early=True. There is one of each, whatever threads plan."""
     with _planning:
         return _kernel_for(family, config, ordinal)
 
@@ -218,7 +218,7 @@ _planning = threading.RLock()
 @functools.lru_cache(KERNELS)
 def _kernel_for(family, config, ordinal):
     kernel, smem = family.make(config)
-    return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "early", False))
+    return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "overlaps_previous", False))
 
 
 class Launch:

@@ -15,8 +15,8 @@ from tiles.program import Plan, nothing, program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_fp8
 
-from ..names import by_other_names
-from ..options import flag, norm_parts, positive
+from ..names import suggests_argument_names
+from ..options import check_flag, check_positive, split_norm
 from . import write_kernel
 
 GIVEN = """
@@ -54,7 +54,7 @@ QUANTISING = Schema("append_quantising", with_descales_found(GIVEN))
 QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_descales_found(BESIDE_QUERIES))
 
 
-@by_other_names
+@suggests_argument_names
 def append(
     k: Any,
     v: Any,
@@ -124,13 +124,13 @@ def append(
     if q is None and q_norm is not None:
         raise ValueError("q_norm: takes q, too, which is None")
     arrays = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
-    given = *arrays, *norm_parts("k_new_norm", k_new_norm)
-    options = flag("interleaved", interleaved), flag("causal", causal), positive("norm_eps", norm_eps)
+    given = *arrays, *split_norm("k_new_norm", k_new_norm)
+    options = check_flag("interleaved", interleaved), check_flag("causal", causal), check_positive("norm_eps", norm_eps)
     found = of_tokens(k_descale, v_descale)
     if q is None:
         return (_append_quantising if found else _append)(stream, given, options, layout)
     call = _append_quantising_with_queries if found else _append_with_queries
-    return call(stream, (q, *given, *norm_parts("q_norm", q_norm), out), options, layout)
+    return call(stream, (q, *given, *split_norm("q_norm", q_norm), out), options, layout)
 
 
 def of_tokens(*descales: Any) -> bool:

@@ -11,8 +11,8 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_fp8
 
-from ..names import by_other_names
-from ..options import flag
+from ..names import suggests_argument_names
+from ..options import check_flag
 from . import quantize_kernels
 from .quantize_kernels import Config
 
@@ -31,7 +31,7 @@ QUANTIZE_BLOCKS = Schema(
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 
 
-@by_other_names
+@suggests_argument_names
 def quantize(
     x: Any,
     *,
@@ -66,14 +66,14 @@ def quantize(
     attention.append does this for new rows of a cache whose descales are set. Arrays, `stream` and errors are those of
     attention.forward; a GPU of compute capability 8.9 or later."""
     if block is None:
-        return _quantize(stream, (x, descale, out, None, None), (flag("centred", centred), descale is None), layout)
+        return _quantize(stream, (x, descale, out, None, None), (check_flag("centred", centred), descale is None), layout)
     if isinstance(block, bool) or block != quantize_kernels.BLOCK:
         raise ValueError(
             f"block: must be {quantize_kernels.BLOCK}, the rows that attention.forward takes a descale for, or None: {block=}"
         )
     if descale is not None:
         raise ValueError(f"descale: is made of each block, and must be None: {block=}")
-    return _quantize_blocks(stream, (x, None, out, None, None), (flag("centred", centred), True), layout)
+    return _quantize_blocks(stream, (x, None, out, None, None), (check_flag("centred", centred), True), layout)
 
 
 @program(QUANTIZE)

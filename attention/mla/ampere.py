@@ -24,7 +24,7 @@ from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, sh
 
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.results import FinalOutput, OutputTile, PartialOutput
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, Softmax, over_sum
 from ..softmax.variants import At
@@ -36,14 +36,15 @@ KEYS, WARPS = 16, 4  # keys that a warp finds scores of; warps of a block, each 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. dtype: of the cache, the queries and the output. reach: which keys a token sees. cache: where
-    latents lie. result: where the output goes. early: may the kernel begin before the launch ahead of it has ended? band: rows
+    latents lie. result: where the output goes. overlaps_previous: may the kernel begin before
+    the previous launch has ended (PDL)? band: rows
     of a tile, heads and tokens together. kv: keys of a tile. stages: of the pipeline."""
 
     dtype: dtype
     reach: Reach
     cache: Dense
-    result: Whole
-    early: bool
+    result: FinalOutput
+    overlaps_previous: bool
     band: int
     kv: int
     stages: int
@@ -56,7 +57,10 @@ class Config:
         return record(**self.reach.given, **self.cache.given, **self.result.given)
 
     def __str__(self):
-        return f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}" + " early" * self.early
+        return (
+            f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
+            + " PDL" * self.overlaps_previous
+        )
 
 
 BAND = 16  # rows of a tile
@@ -67,19 +71,19 @@ ROOMS = {  # bytes of shared memory that a block may have: {rows: (keys, stages)
 }
 
 
-def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
+def config_for(of: dtype, reach: Reach, cache: Dense, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    return Config(of, reach, cache, result, early, band, *shapes[band])
+    return Config(of, reach, cache, result, pdl, band, *shapes[band])
 
 
 def asked_for(arch: str, everything: bool, pieces: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """The arguments of config_for that occur on an architecture: for bf16, one token and whole pieces, or for `everything`.
     fp16 takes as many registers as bf16."""
     one, several, target = Reach(False, False, False), Reach(False, True, False), capability(arch)
-    kinds = [(one, Dense, Whole), (several, Paged, Part)]
-    kinds += [(one, Paged, Whole), (several, Indexed, Part)] * everything
+    kinds = [(one, Dense, FinalOutput), (several, Paged, PartialOutput)]
+    kinds += [(one, Paged, FinalOutput), (several, Indexed, PartialOutput)] * everything
     forms = [*((bf16, piece) for piece in pieces), (fp16, pieces[0])]
     for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128)):
         yield of, reach, cache(piece), result(of, piece), has_early_launch(target), rows, shared_bytes(target)
@@ -98,7 +102,7 @@ def make(config: Config):
     AHEAD = STAGES - 1  # tiles under way
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
-    split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
+    split, PDL, IS_FINAL = Parted(reach, KV), config.overlaps_previous, type(config.result) is FinalOutput
     smem = shared(
         q=pipeline(st(BAND, COLUMNS, INPUT), 1, WARPS),
         k=pipeline(st(KV, COLUMNS, INPUT), STAGES, WARPS),
@@ -115,8 +119,8 @@ def make(config: Config):
         `splits` parts of the keys. The weight of a score s is exp2(`scale` s). slack: by how much the maximum may lag behind
         the scores."""
         q, k, weights, scratch = smem.open()
-        if EARLY:
-            if not IS_WHOLE:
+        if PDL:
+            if not IS_FINAL:
                 grid.release()  # the blocks that combine parts may come, and wait
             grid.wait()
         number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
@@ -126,7 +130,7 @@ def make(config: Config):
         own = int32(warp % PARTS)  # where there are fewer parts of keys than warps, several find the same scores
         work = split.first(number, splits, sequences, tokens, given)
         sequence = work.sequence
-        spot = Spot(sequence, 0, work.part, work.of, IS_WHOLE, row, first_token, last_token, group)
+        out_tile = OutputTile(sequence, 0, work.part, work.of, IS_FINAL, row, first_token, last_token, group)
         sees = reach.keys(sequence, first_token, last_token, tokens, given)
         first, end = int32(KV * work.tile), sees.end
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
@@ -156,8 +160,8 @@ def make(config: Config):
             seen = seen._replace(o=o)
 
         l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
-        result.store(over_sum(seen.o, l), spot, int32(OWN * warp), given)
+        result.store(over_sum(seen.o, l), out_tile, int32(OWN * warp), given)
         if warp == 0:
-            result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
+            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
 
     return attend, smem

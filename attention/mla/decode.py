@@ -11,16 +11,16 @@ from tiles.program import Fill, Plan, program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_early_launch, has_fp8
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag, number
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
 from ..softmax.decode import combine as combine_many
 from ..softmax.decode.caches import Dense, Indexed, Paged
 from ..softmax.decode.decode import parts_of
 from ..softmax.decode.launches import by_rows
 from ..softmax.decode.page_checks import placed
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Whole
+from ..softmax.decode.results import FinalOutput, PartialOutput
 from ..softmax.decode.splits import MOST, splits_for
 from ..softmax.fp8 import of_fp8
 from ..softmax.launches import DTYPES, LOG2_E
@@ -63,7 +63,7 @@ QUANTISED = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def mla_decode(
     q: Any,
     latent: Any,
@@ -122,7 +122,13 @@ def mla_decode(
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     if scale is None:
         raise TypeError("scale: must be a number, such as (128 + 64)**-0.5: scale=None")
-    options = flag("causal", causal), parts_of(splits), number("scale", scale), flag("return_lse", return_lse), family
+    options = (
+        check_flag("causal", causal),
+        parts_of(splits),
+        check_number("scale", scale),
+        check_flag("return_lse", return_lse),
+        family,
+    )
     if (rotary is None) != (descale is None):
         name = "rotary" if rotary is None else "descale"
         raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
@@ -147,13 +153,13 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
     cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
     rows = problem("S")[0] * heads
-    chosen = choose(problem, family)
+    chosen = choose_family(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
-        early, arrays["gQ"] = has_early_launch(gpu.capability), by_rows(problem["q"], heads)
+        pdl, arrays["gQ"] = has_early_launch(gpu.capability), by_rows(problem["q"], heads)
 
         def config(reach, result):
-            return ampere.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
+            return ampere.config_for(dtype, reach, cache, result, pdl, rows, gpu.shared_bytes)
 
         return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
     arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
@@ -177,7 +183,7 @@ def _mla_decode_fp8(
         raise problem.error("latent", wanted, "q", "latent", "rotary")
     _check_heads(problem)
     piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
-    chosen = choose(problem, family, piece == hopper.PIECE)
+    chosen = choose_family(problem, family, piece == hopper.PIECE)
     gpu, form = machine(problem.device), problem["latent"].form
     if not has_fp8(gpu.capability):
         raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
@@ -185,7 +191,7 @@ def _mla_decode_fp8(
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
     if piece not in quantised.PIECES:
         raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
-    dtype, rows, early = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
+    dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = _cache(problem, piece)
@@ -197,7 +203,7 @@ def _mla_decode_fp8(
         return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
 
     def config(reach, result):
-        return quantised.config_for(dtype, reach, cache, result, early, rows, gpu.shared_bytes)
+        return quantised.config_for(dtype, reach, cache, result, pdl, rows, gpu.shared_bytes)
 
     return _plan(problem, quantised, config, arrays, piece, causal, splits, scale, return_lse)
 
@@ -214,9 +220,9 @@ def _plan(
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
-    reach, whole = Reach(False, causal and tokens > 1, False), Whole(dtype, piece)
+    reach, whole = Reach(False, causal and tokens > 1, False), FinalOutput(dtype, piece)
     of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if reach.right else {})
-    config = shape(reach, Part(dtype, piece))
+    config = shape(reach, PartialOutput(dtype, piece))
     bands = -(-rows // config.band)
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
     parts = splits_for(batch * bands, tiles, places, MOST) if splits is None else splits
@@ -226,18 +232,21 @@ def _plan(
         config = shape(reach, whole)
     else:
         scratch = [((parts, batch, 1, rows, LATENT), "float32"), ((parts, batch, 1, rows), "float32")]
-        held, sums = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
-        of_parts = {"parts": held, "sums_": sums} | told | to
+        out_partial, lse_partial = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
+        partials = {"out_partial": out_partial, "lse_partial": lse_partial}
         if parts <= combine.FEW:
-            few, last_bands = combine.Config(whole, config.early), -(-rows // combine.ROWS)
+            few, last_bands = combine.Config(whole, config.overlaps_previous), -(-rows // combine.ROWS)
             last = kernel_for(combine, few, problem.device)
-            steps.append(last.bind(batch * last_bands * combine.SLABS, bands=last_bands, **of_parts))
+            steps.append(last.bind(batch * last_bands * combine.SLABS, bands=last_bands, **partials, **told, **to))
         else:
-            many, slabs = combine_many.Config(dtype, Variant(), early=config.early), LATENT // combine_many.COLUMNS
+            many, slabs = (
+                combine_many.Config(dtype, Variant(), overlaps_previous=config.overlaps_previous),
+                LATENT // combine_many.COLUMNS,
+            )
             last = kernel_for(combine_many, many, problem.device)
             of_rows = {"heads": 1, "rows": rows, "slabs": slabs, "sequences": batch}
-            steps.append(last.bind(batch * rows * slabs, **of_rows, **of_parts))
-        to = {"parts": held, "sums": sums}
+            steps.append(last.bind(batch * rows * slabs, **of_rows, **partials, **told, **to))
+        to = partials
     of_cache = {name: problem[name] for name in ("pages", "batch_index") if name in problem}
     numbers = {"bands": bands, "sequences": batch, "slack": SLACK / (unit * LOG2_E)}
     first = kernel_for(kernels, config, problem.device)

@@ -21,7 +21,7 @@ from tiles.arguments import FLOAT, INT, array, record
 from ..softmax.decode.caches import Dense as Batches
 from ..softmax.decode.caches import Paged as Rows
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Part, Spot, Whole
+from ..softmax.decode.results import FinalOutput, OutputTile, PartialOutput
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, Softmax, over_sum
 from ..softmax.variants import At
@@ -44,8 +44,8 @@ class Config:
     product: Same
     reach: Reach
     cache: Any
-    result: Whole
-    early = True  # it begins while the grid before it ends
+    result: FinalOutput
+    overlaps_previous = True  # it begins while the grid before it ends
     resident = 1  # blocks that a multiprocessor is to work on
     band, kv = warpgroup.ROWS, KV  # rows of a tile, and keys
     threads = warpgroup.THREADS * (CONSUMERS + 1)
@@ -64,9 +64,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     smaller pages come with `everything` only."""
     if arch == "sm_90a":
         one, several = Reach(False, False, False), Reach(False, True, False)
-        kinds = [(one, Dense(), Whole), (several, Paged(1), Part)]
-        kinds += [(one, Indexed(), Part), (one, Paged(2), Whole)] * everything
-        of_rows = [(several, Rows, Part)] + [(one, Batches, Whole)] * everything
+        kinds = [(one, Dense(), FinalOutput), (several, Paged(1), PartialOutput)]
+        kinds += [(one, Indexed(), PartialOutput), (one, Paged(2), FinalOutput)] * everything
+        of_rows = [(several, Rows, PartialOutput)] + [(one, Batches, FinalOutput)] * everything
         for of in (bf16, fp16)[: 1 + everything]:
             for reach, cache, result in kinds:
                 yield Config(Same(of), reach, cache, result(of, PIECE))
@@ -75,7 +75,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
                 yield gathered(of, True, reach, lies(PIECE), result(of, PIECE))
 
 
-def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: Whole) -> Config:
+def gathered(of: dtype, narrow: bool, reach: Reach, cache: Batches, result: FinalOutput) -> Config:
     """The configuration in which the producer's warps gather rows, of fp8 if `narrow`."""
     if narrow:
         latents, rotated = st(BAND, LATENT, fp8e4m3, ROTARY), st(BAND, ROTARY, of)
@@ -110,7 +110,7 @@ def make(config: Config):
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
     UNITS = product.rings(STAGES + cache.ahead, WARPS, WRITERS)
     SCALED = len(UNITS) > 0
-    split, IS_WHOLE = Parted(reach, KV), type(result) is Whole
+    split, IS_FINAL = Parted(reach, KV), type(result) is FinalOutput
     smem = shared(
         q=st(BAND, LATENT, TAKEN),
         q_rotary=st(BAND, ROTARY, INPUT),
@@ -123,19 +123,19 @@ def make(config: Config):
     )
 
     @inlined
-    def rows_of(gQ, Q, spot, col):
+    def rows_of(gQ, Q, out_tile, col):
         """A warp's rows of some columns of Q. The rows of a token lie together; for the rows of other tokens zeros are
         loaded."""
         x = zeros(Q)
-        for token in range(spot.first, spot.last + 1):
-            x = x + load(gQ, Q, (spot.sequence, token, 0, int32(spot.row - token * spot.group), col), 3, 4)
+        for token in range(out_tile.first_token, out_tile.last_token + 1):
+            x = x + load(gQ, Q, (out_tile.batch, token, 0, int32(out_tile.row - token * out_tile.group), col), 3, 4)
         return x
 
     @inlined
-    def bring(pipes, gQ, spot, me):
+    def bring(pipes, gQ, out_tile, me):
         """Load the block's rows of Q into shared memory."""
         rank = warpgroup.rank()
-        own, rotated = rows_of(gQ, Q, spot, int32(OWN * me)), rows_of(gQ, Q_ROTARY, spot, LATENT)
+        own, rotated = rows_of(gQ, Q, out_tile, int32(OWN * me)), rows_of(gQ, Q_ROTARY, out_tile, LATENT)
         store(subtile(pipes.q, 16, rank, OWN, me), product.queries(own))
         if me == 0:
             store(subtile(pipes.q_rotary, 16, rank), rotated)
@@ -231,7 +231,7 @@ def make(config: Config):
         opened = smem.open()
         sums, units = opened[6], opened[7] if SCALED else None
         pipes = Pipes(opened[0], opened[1], opened[2], opened[3], opened[4], opened[5], units)
-        if not IS_WHOLE:
+        if not IS_FINAL:
             grid.release()  # the blocks that combine parts may come, and wait
         grid.wait()
         number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
@@ -248,9 +248,9 @@ def make(config: Config):
             warpgroup.claim_registers(CLAIM)
             mine = int32(row + 16 * warpgroup.rank())
             first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
-            spot = Spot(work.sequence, 0, work.part, work.of, IS_WHOLE, mine, first_mine, last_mine, group)
+            out_tile = OutputTile(work.sequence, 0, work.part, work.of, IS_FINAL, mine, first_mine, last_mine, group)
             at = At(work.sequence, 0, row, sees.shift, tokens, end, given, 0, 0)
-            bring(pipes, gQ, spot, me)
+            bring(pipes, gQ, out_tile, me)
             seen = softmax.begin(LOWEST)
             if me == 0:
                 seen = evenly(n, first, inner, seen, pipes, at, group, scale, slack)
@@ -260,8 +260,8 @@ def make(config: Config):
             warpgroup.store(subtile(sums, BAND, me), own)
             warpgroup.sync_several(CONSUMERS)
             l = own + warpgroup.load(subtile(sums, BAND, 1 - me), O.col_vec)
-            result.store(over_sum(seen.o, l), spot, int32(OWN * me), given)
+            result.store(over_sum(seen.o, l), out_tile, int32(OWN * me), given)
             if me == 0:
-                result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
+                result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
 
     return attend, smem

@@ -38,7 +38,7 @@ from tiles.targets import LARGE, SMALL, capability, has_fp8
 
 from ..softmax.decode.caches import Dense, Paged
 from ..softmax.decode.reach import Reach
-from ..softmax.decode.results import Spot, Whole
+from ..softmax.decode.results import FinalOutput, OutputTile
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, Softmax, over_sum
 from ..softmax.variants import At
@@ -58,8 +58,8 @@ class Config:
     dtype: dtype
     reach: Reach
     cache: Dense
-    result: Whole
-    early: bool
+    result: FinalOutput
+    overlaps_previous: bool
     band: int
     warps: int
     stages: int
@@ -82,7 +82,7 @@ class Config:
 
     def __str__(self):
         kind = f"mla {self.dtype} of fp8 {self.reach} {self.cache} {self.result}"
-        return f"{kind}, {self.band} x {self.kv}" + " early" * self.early
+        return f"{kind}, {self.band} x {self.kv}" + " PDL" * self.overlaps_previous
 
 
 BAND = 16  # rows of a tile
@@ -93,12 +93,12 @@ ROOMS = {  # bytes of shared memory that a block may have: {rows: (warps, stages
 PAGED = 8, 2, 1  # the same of 16 rows over pages, where the other is not timed
 
 
-def config_for(of: dtype, reach: Reach, cache: Dense, result: Whole, early: bool, rows: int, room: int = LARGE) -> Config:
+def config_for(of: dtype, reach: Reach, cache: Dense, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
     shape = PAGED if type(cache) is Paged and room >= LARGE and band == BAND else shapes[band]
-    return Config(of, reach, cache, result, early, band, *shape)
+    return Config(of, reach, cache, result, pdl, band, *shape)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -115,7 +115,7 @@ def make(config: Config):
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
     reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
-    split, EARLY, IS_WHOLE = Parted(reach, KV), config.early, type(config.result) is Whole
+    split, PDL, IS_FINAL = Parted(reach, KV), config.overlaps_previous, type(config.result) is FinalOutput
     smem = shared(
         q=st(BAND, LATENT, fp16),
         q_rotary=st(BAND, ROTARY, INPUT),
@@ -127,21 +127,21 @@ def make(config: Config):
     )
 
     @inlined
-    def rows_of(gQ, spot, col):
+    def rows_of(gQ, out_tile, col):
         """The block's rows of some columns of Q. The rows of a token lie together; for the rows of other tokens zeros are
         loaded."""
         x = zeros(Q)
-        for token in range(spot.first, spot.last + 1):
-            x = x + load(gQ, Q, (spot.sequence, token, 0, int32(spot.row - token * spot.group), col), 3, 4)
+        for token in range(out_tile.first_token, out_tile.last_token + 1):
+            x = x + load(gQ, Q, (out_tile.batch, token, 0, int32(out_tile.row - token * out_tile.group), col), 3, 4)
         return x
 
     @inlined
-    def bring(q, q_rotary, gQ, spot, warp):
+    def bring(q, q_rotary, gQ, out_tile, warp):
         """Load the block's rows of Q into shared memory, in the dtype that the products take."""
         for i in range(warp, LATENT // PANEL, WARPS):
-            store(subtile(q, BAND, 0, PANEL, i), unzipped(fp16(rows_of(gQ, spot, int32(PANEL * i)))))
+            store(subtile(q, BAND, 0, PANEL, i), unzipped(fp16(rows_of(gQ, out_tile, int32(PANEL * i)))))
         if warp == 0:
-            store(q_rotary, INPUT(rows_of(gQ, spot, LATENT)))
+            store(q_rotary, INPUT(rows_of(gQ, out_tile, LATENT)))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -150,8 +150,8 @@ def make(config: Config):
     ):  # fmt: skip
         """See ampere.py."""
         q, q_rotary, latent, rotary, descale, weights, scratch = smem.open()
-        if EARLY:
-            if not IS_WHOLE:
+        if PDL:
+            if not IS_FINAL:
                 grid.release()  # the blocks that combine parts may come, and wait
             grid.wait()
         number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
@@ -160,7 +160,7 @@ def make(config: Config):
         token = (row_index(O.col_vec) + row) // group
         work = split.first(number, splits, sequences, tokens, given)
         sequence = work.sequence
-        spot = Spot(sequence, 0, work.part, work.of, IS_WHOLE, row, first_token, last_token, group)
+        out_tile = OutputTile(sequence, 0, work.part, work.of, IS_FINAL, row, first_token, last_token, group)
         sees = reach.keys(sequence, first_token, last_token, tokens, given)
         first, end = int32(KV * work.tile), sees.end
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
@@ -173,7 +173,7 @@ def make(config: Config):
             cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
             here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
             numbers = cache.look(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, given)
-        bring(q, q_rotary, gQ, spot, warp)
+        bring(q, q_rotary, gQ, out_tile, warp)
         for i in range(n):
             key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
             tile = latent.wait(i, GROUPS * (AHEAD - 1))
@@ -197,8 +197,8 @@ def make(config: Config):
             seen = seen._replace(o=o)
 
         l = block.reduce_sum(finish_sum(seen.l), scratch)
-        result.store(over_sum(rezipped(seen.o), l), spot, int32(OWN * warp), given)
+        result.store(over_sum(rezipped(seen.o), l), out_tile, int32(OWN * warp), given)
         if warp == 0:
-            result.store_sums(seen.m + log2(l) / scale, scale, spot, given)
+            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
 
     return attend, smem

@@ -1,11 +1,11 @@
 """Scheme "gather": keys and values come to the queries, as far as these see them.
 
-Each query sees all its keys in one call, in blocks of as many keys as one GPU takes (families.PartOf), so out and lse have the
-same bits as there, however many ranks there are; docs/parallel.md has the exceptions. A rank's own keys stay where they are,
-if that is possible (gather_in_place.py). While keys are under way, the rank computes what it can: with a window, the queries
-that see only keys of their own rank; with many keys, the first heads, which are sent before the others; between ranks that map
-each other's memory, the blocks of keys that have arrived (arrival.py). Gradients of keys and values are added up in float32,
-first at the rank that has the queries, then, in the order of ranks, at the rank that has the keys."""
+Each query sees all its keys in one call, in blocks of as many keys as one GPU takes (families.FamilyAndBlock), so out and lse
+have the same bits as there, however many ranks there are; docs/parallel.md has the exceptions. A rank's own keys stay where
+they are, if that is possible (gather_in_place.py). While keys are under way, the rank computes what it can: with a window, the
+queries that see only keys of their own rank; with many keys, the first heads, which are sent before the others; between ranks
+that map each other's memory, the blocks of keys that have arrived (arrival.py). Gradients of keys and values are added up in
+float32, first at the rank that has the queries, then, in the order of ranks, at the rank that has the keys."""
 
 from __future__ import annotations
 

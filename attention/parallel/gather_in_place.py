@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..families import kv_of, name_of
+from ..families import family_block_kv, family_name
 from ..softmax import remote_keys
 from ..softmax.key_sources import BLOCK
 from .moves import Strided, Way, made_like, strided
@@ -19,7 +19,7 @@ SERVED = {"causal", "scale", "deterministic", "family"}  # the options that such
 
 def served(call: Call) -> bool:
     """Are its options those of such a call?"""
-    return call.told.keys() <= SERVED and name_of(call.told.get("family")) != "sm_80"
+    return call.told.keys() <= SERVED and family_name(call.told.get("family")) != "sm_80"
 
 
 ALIGNMENT = 16  # bytes: addresses that TMA reads are multiples of this
@@ -77,7 +77,9 @@ def seen_of(piece: Piece, own: Spans, call: Call) -> remote_keys.Seen:
     end = piece.keys.stop
     first, second = (own + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
-    return remote_keys.Seen(end, *spans, bool(call.told.get("causal")), call.told.get("scale"), kv_of(call.told.get("family")))
+    return remote_keys.Seen(
+        end, *spans, bool(call.told.get("causal")), call.told.get("scale"), family_block_kv(call.told.get("family"))
+    )
 
 
 def before_it(spans: Spans, key: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..families import kv_of
+from ..families import family_block_kv
 from ..softmax import ampere, hopper
 from ..softmax.algebra import slopes_of
 from ..softmax.planning import window_of
@@ -78,7 +78,7 @@ class Call(NamedTuple):
     def grain(self) -> int:
         """A number of keys that is a multiple of the blocks of the kernels. A part of the keys that begins at a multiple of it
         is cut into the same blocks as the whole, so sums have the same order."""
-        kv = kv_of(self.told.get("family"))
+        kv = family_block_kv(self.told.get("family"))
         return kv_of_all(*self.head_dims) if kv is None else math.lcm(kv, TILE)
 
     def of_heads(self, heads: Span, kv_heads: Span) -> Call:

@@ -14,10 +14,9 @@ import torch
 import attention
 from tiles.frameworks import describe
 
-from ..families import PartOf, kv_of
-from ..families import choose as family_of
-from ..names import what_it_is_here
-from ..options import flag
+from ..families import FamilyAndBlock, choose_family, family_block_kv
+from ..names import argument_hint
+from ..options import check_flag
 from ..softmax.forward_programs import FORWARD
 from .agreement import PLAIN, form_of, words_of
 from .choice import SCHEMES, SHARE, Choice, Machine, choose, estimate, least_turns, refusal, turns_of
@@ -53,8 +52,8 @@ class Plan:
 
     def call_back(self, q: Any, k: Any, v: Any, told: dict[str, Any]) -> Call:
         """The call whose gradients are computed: keys are cut as for `call`, and the family is the one that was asked for."""
-        kv, family = kv_of(self.family), told.get("family")
-        told = told if kv is None else told | {"family": PartOf(family, kv)}
+        kv, family = family_block_kv(self.family), told.get("family")
+        told = told if kv is None else told | {"family": FamilyAndBlock(family, kv)}
         return called(self.length, self.keys, q, k, v, told)
 
 
@@ -85,7 +84,7 @@ def planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: A
     scheme, order, *lengths, memory, return_lse = asked
     length, length_k = map(number_of_tokens, ("length", "length_k"), lengths)
     order = order_of(order)
-    flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)
     world = world_of(peers)
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"v: must have k's tokens: {tuple(k.shape)=}, {tuple(v.shape)=}")
@@ -114,7 +113,9 @@ def planned(peers: Sequence[Peers], asked: tuple[Any, ...], q: Any, k: Any, v: A
     if "ring" not in name:  # the bits are those of one GPU
         with torch.no_grad():
             kv = keys_of_a_block(q, k, v, total, length_k, told)
-        call = call._replace(told=call.told | {"family": PartOf(call.told["family"], kv) if kv else call.told["family"]})
+        call = call._replace(
+            told=call.told | {"family": FamilyAndBlock(call.told["family"], kv) if kv else call.told["family"]}
+        )
     found, turns = _scheme(name, peers, call, q.shape[0], queries, keys, limit)
     forms = [f"{n}: {x.shape[0]} x {x.shape[2]} x {x.shape[3]} of {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v))]
     named = [f"{name}={words_of(name, x)}" for name, x in sorted(told.items()) if name not in ("seed", "bias")]
@@ -147,7 +148,7 @@ def _family(q: Any, k: Any, v: Any, told: dict[str, Any]) -> str | None:
     if told.get("family") or not told.keys() <= SHARED_OUT:
         return told.get("family")
     forms = {name: describe(x.detach(), name).form for name, x in zip("qkv", (q, k, v))}
-    return family_of(FORWARD.problem(forms, "bshd"), None)
+    return choose_family(FORWARD.problem(forms, "bshd"), None)
 
 
 def _limit(memory: Any, q: Any) -> float:
@@ -166,7 +167,7 @@ def refuse(told: dict[str, Any]) -> None:
     unknown = [name for name in told if name not in inspect.signature(attention.forward).parameters or name in WRITTEN]
     if unknown:
         known = [name for name in inspect.signature(attention.forward).parameters if name not in WRITTEN]
-        hint = what_it_is_here(unknown[0], known)
+        hint = argument_hint(unknown[0], known)
         raise TypeError(f"attention.parallel.forward: takes no {unknown[0]}{f'; {hint}' if hint else ''}")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tiles.device import machine
 
-from ..options import flag
+from ..options import check_flag
 from ..recurrent import chunks
 from ..recurrent import linear as plain
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
@@ -122,7 +122,7 @@ class Recurrence:
         items = place.sequences * v.shape[2] * -(-v.shape[3] // COLUMNS)
         tokens = len(place.span) * place.batch // max(1, place.sequences)
         room = machine(v.device.index if v.is_cuda else None).processors // max(1, items)
-        return max(1, min(room, tokens // CHUNK // chunks.LEAST))
+        return max(1, min(room, tokens // CHUNK // chunks.MIN_SEGMENT_CHUNKS))
 
     def first(self, place: Part, begin: Any) -> tuple[Any, Any]:
         """(output, state after it) of the whole's first part: where the summary takes a pass like any other, one of both."""
@@ -165,7 +165,7 @@ class Recurrence:
         if count(spans) != first.shape[1]:
             had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {count(spans)} of {total}"
             raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
-        flag(self.after, self.options.get(self.after, False))
+        check_flag(self.after, self.options.get(self.after, False))
         of_torch(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
         self._check(peers.rank)
         check_values(self.options, total, 0, planning=True)
@@ -194,11 +194,11 @@ class InSegments(Recurrence):
     """Where one GPU, too, cuts sequences into segments: the pass that finds what these leave gives the summary, and the second
     one goes on from the state before. So each token costs what it costs on one GPU that does so."""
 
-    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        """(local, total): see linear.left_by_segments."""
+    def segment_states(self, place: Part) -> tuple[Any, Any]:
+        """(local, total): see linear.segment_states."""
         raise NotImplementedError
 
-    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, place: Part, local: Any, total: Any, state: Any) -> Any:
         """The output, from the state before the part."""
         raise NotImplementedError
 
@@ -213,12 +213,12 @@ class InSegments(Recurrence):
             m.copy_(nothing[0])
             left.copy_(self.as_states(nothing[1]))
             return self._empty(), Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
-        local, total = self.left_by_segments(place)
+        local, total = self.segment_states(place)
         sequences, heads, _, *size = local.shape
         summary, m, left = _room((sequences, heads, 1, 1), (sequences, heads, *size), total.device)
-        plain.left_together(local, total, None if begin is None else self.as_states(begin), m.squeeze(3), left)
+        plain.compose_segment_states(local, total, None if begin is None else self.as_states(begin), m.squeeze(3), left)
         chain = Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
-        return self.going_on(place, local, total, chain.before(peers.rank) if peers.rank else begin), chain
+        return self.outputs_from_segments(place, local, total, chain.before(peers.rank) if peers.rank else begin), chain
 
     def _told(self, place: Part, *names: str) -> dict[str, Any]:
         """These of the options."""

@@ -89,12 +89,12 @@ class LinearInSegments(InSegments, Linear):
         """Not for decays of channels, nor for wide keys."""
         return _columns(k) <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
 
-    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        return plain.left_by_segments(*self.arrays, **self._told(place, "decay"))
+    def segment_states(self, place: Part) -> tuple[Any, Any]:
+        return plain.segment_states(*self.arrays, **self._told(place, "decay"))
 
-    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, place: Part, local: Any, total: Any, state: Any) -> Any:
         q, k, v = self.arrays
-        return plain.going_on(q, k, v, local, total, initial_state=state, **self._told(place, "decay", "scale"))
+        return plain.outputs_from_segments(q, k, v, local, total, initial_state=state, **self._told(place, "decay", "scale"))
 
     def as_states(self, left: Any) -> Any:
         return left.transpose(-1, -2)
@@ -196,13 +196,13 @@ class MambaInSegments(InSegments, Mamba):
         """Not for wide keys."""
         return _columns(B) <= SEGMENTED
 
-    def left_by_segments(self, place: Part) -> tuple[Any, Any]:
-        return mamba.left_by_segments(*self.arrays, **self._told(place, "dt_bias", "dt_softplus"))
+    def segment_states(self, place: Part) -> tuple[Any, Any]:
+        return mamba.segment_states(*self.arrays, **self._told(place, "dt_bias", "dt_softplus"))
 
-    def going_on(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, place: Part, local: Any, total: Any, state: Any) -> Any:
         told = self._told(place, "D", "z", "dt_bias", "dt_softplus")
         x, dt, A, B, C = self.arrays
-        return mamba.going_on(x, dt, A, B, C, local, total, initial_states=state, **told)
+        return mamba.outputs_from_segments(x, dt, A, B, C, local, total, initial_states=state, **told)
 
 
 @functools.lru_cache(64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..options import flag
+from ..options import check_flag
 from ..softmax.autograd import adjacent
 from ..softmax.backward.norms import gradients as norm_gradients
 from ..softmax.backward.norms import normalised
@@ -106,7 +106,7 @@ def _call(group: Any, asked: tuple[Any, ...], explain: bool, q: Any, k: Any, v: 
         known = remembered(peers, key)
     except Exception:  # what is wrong `planned` says, so that all ranks hear of it
         key = known = None
-    if flag("explain", explain):
+    if check_flag("explain", explain):
         return (known or plans.planned(peers, asked, q, k, v, told)[1]).choice
     if known is None:
         known = agreed(peers, key, lambda: plans.planned(peers, asked, q, k, v, told), getattr(q, "device", None))

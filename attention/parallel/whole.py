@@ -12,7 +12,7 @@ from tiles.arrays import Form, Number
 from tiles.checks import ENDS, KEY_ENDS, KEY_LENGTHS, Check, asked
 from tiles.frameworks import describe
 
-from ..options import norm_parts, positive
+from ..options import check_positive, split_norm
 from ..softmax.block_masks import FIELDS
 from ..softmax.call_options import AUX, blocks_of, ends_of, random_of
 from ..softmax.forward_programs import VARIANTS, Seen
@@ -50,7 +50,7 @@ def keys_of_a_block(q: Any, k: Any, v: Any, length: int, length_k: int, told: Ma
     """How many keys a block has in the kernel by which one GPU serves the whole; None where there is none to serve. q, k, v: a
     rank's shares."""
     blocks, random = blocks_of(told.get("blocks")), random_of(told.get("dropout", 0.0), told.get("seed"))
-    norms = [x for name in ("q_norm", "k_norm") for x in norm_parts(name, told.get(name))]
+    norms = [x for name in ("q_norm", "k_norm") for x in split_norm(name, told.get(name))]
     others = dict(zip(("q_norm", "q_norm_bias", "k_norm", "k_norm_bias"), norms)) | {"seed": random.seeds}
     others |= dict(zip((*FIELDS, "lists", "marks"), blocks.arrays))
     forms = _forms(q, k, v, length, length_k, told)
@@ -59,7 +59,7 @@ def keys_of_a_block(q: Any, k: Any, v: Any, length: int, length_k: int, told: Ma
     if 0 in problem("BSHT"):
         return None
     mask, score = (named(name, told.get(name)) for name in ("mask", "score"))
-    cap = positive("softcap", told.get("softcap"))
+    cap = check_positive("softcap", told.get("softcap"))
     seen = Seen(bool(told.get("causal")), *ends_of(told.get("window")), cap, mask, score, *blocks.size, blocks.ready_for)
     seed = None if random.seed is None else Number(0)  # which one it is decides nothing
     more = parts_of(problem, told.get("norm_eps", 1e-6), random.dropout, seed)

@@ -7,9 +7,9 @@ from tiles.launch import kernel_for
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
-from ..families import needs_hopper
-from ..names import by_other_names
-from ..options import flag, number
+from ..families import require_hopper
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
 from . import rules
 from .kernels import based_hopper
 from .linear import pair
@@ -31,7 +31,7 @@ BASED = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def based(
     q: Any,
     k: Any,
@@ -74,9 +74,9 @@ def based(
 
     (The sum is never less than half the number of tokens.) On Hopper, with addresses and strides that are multiples of 16
     bytes. Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
-    normalize, return_state = flag("normalize", normalize), flag("return_state", return_state)
+    normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     arrays = q, k, v, cu_seqlens, *pair(initial_state, normalize), out, None, None
-    found = _based(stream, arrays, (number("scale", scale), normalize, return_state), layout)
+    found = _based(stream, arrays, (check_number("scale", scale), normalize, return_state), layout)
     return (found[0], found[1:]) if return_state and normalize else found
 
 
@@ -91,7 +91,7 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
         raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")
     if problem.extents["F"] != FEATURES:
         raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
-    needs_hopper(problem)
+    require_hopper(problem)
     if not (batch and length and heads):
         if return_state:
             raise ValueError(f"return_state: there must be a token: q.shape={problem.shape('q')}")

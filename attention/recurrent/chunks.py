@@ -21,16 +21,22 @@ from .kernels.gates import ByHead, BySteps, ByToken, Gate
 from .kernels.results import Normalizer, Outputs, Result, States
 from .rules import DTYPES, padded, varlen
 
-LEAST = 8  # chunks of a segment of attention.parallel's, beside which others run
-SHORTEST = 4  # chunks of a segment of one GPU's
+MIN_SEGMENT_CHUNKS = 8  # chunks of a segment of attention.parallel's, beside which others run
+MIN_GPU_SEGMENT_CHUNKS = 4  # chunks of a segment of one GPU's
 STATE = 1.5  # chunks that could be walked while the last pass adds up the state of one segment
 BLOCK = 1.5  # chunks that could be walked while a thread block begins and ends
 FACTORS = 2**-6, 1  # scales that scores in fp16 may be multiplied with: neither too small nor too large for them
 SWAPPED = 0, 1, 3, 2  # the axes of a state that kernels have transposed
-LEFT = """
+SEGMENT_RESULTS = """
     local  NHPVK  float32
     total  NHPO   float32
 """  # what `of_segments` finds, as rows of a schema
+
+
+def join_rows(*tables: str) -> str:
+    """The rows of these tables of a schema as one table."""
+    return "".join([table.rstrip() for table in tables])
+
 
 Arrays = dict[str, Operand | None]  # a kernel's, by the names of its parameters
 Scratch = list[tuple[tuple[int, ...], str]]
@@ -74,7 +80,7 @@ def in_launches(items: int, width: int, before: int, chunks: int, places: int, c
         between = (parts - 1) * STATE if parts <= costs.within else costs.launches + parts * costs.added
         return (last + costs.again * rounds(items * parts, before)) * walked + between
 
-    return min(range(1, max(1, min(chunks // SHORTEST, places)) + 1), key=time)
+    return min(range(1, max(1, min(chunks // MIN_GPU_SEGMENT_CHUNKS, places)) + 1), key=time)
 
 
 BY_CHANNEL = Costs(both=1, again=0.55, added=0.35, launches=2)

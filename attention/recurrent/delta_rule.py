@@ -19,9 +19,9 @@ from tiles.launch import kernel_for
 from tiles.program import Plan, Step, program
 from tiles.schema import Problem, Schema
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag, number
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
 from . import chunks, rules
 from .kernels import delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, maps_hopper, token_loop
 from .kernels.tokens import CHUNK, COLUMNS
@@ -62,7 +62,7 @@ BY_TOKEN = delta_hopper, delta_states_hopper, chunks.Costs(both=1.4, again=0.7, 
 BY_CHANNEL = kda_hopper, kda_states_hopper, chunks.Costs(both=1.25, again=0.7, added=0.75, launches=0.5)
 
 
-@by_other_names
+@suggests_argument_names
 def delta_rule(
     q: Any,
     k: Any,
@@ -114,7 +114,7 @@ def delta_rule(
     Arrays, `stream`, `family` ("sm_80" is token by token) and errors are those of attention.forward. The head of this file
     has flash-linear-attention's names next to these."""
     arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None
-    return _delta_rule(stream, arrays, (number("scale", scale), flag("return_state", return_state), family), layout)
+    return _delta_rule(stream, arrays, (check_number("scale", scale), check_flag("return_state", return_state), family), layout)
 
 
 @program(DELTA_RULE)
@@ -127,11 +127,11 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     if family == "sm_90" and key_dim > widest:
         raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
     if rules.idle(problem, return_state):
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
+        choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([])
     arrays = rules.arrays(problem, return_state) | {"gBeta": problem["beta"]}
     by_tma = problem.by_tma and not (by_channel and problem.bytes_at_once("decay") < ALIGNMENT)
-    on_hopper = choose(problem, family, by_tma) == "sm_90"
+    on_hopper = choose_family(problem, family, by_tma) == "sm_90"
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
         return Plan(*_in_segments(problem, arrays, by_channel, scale))
@@ -168,7 +168,7 @@ def _states(problem: Problem, family: str | None) -> Plan:
     arrays |= {"gStart": problem["initial_state"], "gState": problem["state"]}
     if rules.idle(problem, True):
         return Plan([])
-    if choose(problem, family) == "sm_90" and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
+    if choose_family(problem, family) == "sm_90" and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
         arrays |= {"gGates": problem["decay"], "gSkipped": problem["skipped"]}
         return Plan([_in_chunks(problem, arrays, columns, delta_states_hopper, 1, segments=1, walked=1, values=0)])
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the loop over tokens writes, and nobody reads

@@ -7,8 +7,8 @@ from tiles.launch import kernel_for
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
-from ..families import needs_hopper
-from ..names import by_other_names
+from ..families import require_hopper
+from ..names import suggests_argument_names
 from . import rules
 from .kernels import hedgehog_hopper
 from .kernels.hedgehog_hopper import CHUNK, HALF, HEAD, LOG2_E
@@ -29,7 +29,7 @@ HEDGEHOG = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def hedgehog(
     q: Any,
     k: Any,
@@ -80,7 +80,7 @@ def _hedgehog(problem: Problem) -> Plan:
             raise ValueError(f"{name}: head_dim must be at most {HEAD}: {extent}, {name}.shape={problem.shape(name)}")
     if features != HALF:
         raise ValueError(f"q_map: must have {HALF} columns: q_map.shape={problem.shape('q_map')}")
-    needs_hopper(problem)
+    require_hopper(problem)
     if not (batch and length and heads):
         return Plan([])
     config = hedgehog_hopper.Config(rules.DTYPES[problem.dtype], rules.varlen(problem))

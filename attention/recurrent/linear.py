@@ -34,10 +34,11 @@ from tiles.launch import kernel_for
 from tiles.program import Plan, nothing, program
 from tiles.schema import Problem, Schema
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag, number
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag, check_number
 from . import chunks, rules
+from .chunks import SEGMENT_RESULTS, join_rows
 from .kernels import segments, token_loop
 
 TOKENS = """
@@ -54,20 +55,17 @@ STATES = """
     state          NHKV        float32  made      return_state
     final_z        NHK         float32  made      return_state  normalize
 """
-LINEAR, SEGMENTS = Schema("linear", TOKENS.rstrip() + STATES), Schema("linear_segments", TOKENS)
-LEFT = Schema(
-    "linear_left",
-    chunks.LEFT.rstrip()
-    + """
+COMPOSED = """
     begin  NHVK   float32  optional
     m      NHO    float32  updated
     left   NHVK   float32  updated
-""",
-)
-GOING_ON = Schema("linear_going_on", TOKENS.rstrip() + chunks.LEFT.rstrip() + STATES)
+"""
+LINEAR, SEGMENTS = Schema("linear", join_rows(TOKENS, STATES)), Schema("linear_segments", TOKENS)
+COMPOSED_STATES = Schema("linear_composed_states", join_rows(SEGMENT_RESULTS, COMPOSED))
+OUTPUTS_FROM_SEGMENTS = Schema("linear_outputs_from_segments", join_rows(TOKENS, SEGMENT_RESULTS, STATES))
 
 
-@by_other_names
+@suggests_argument_names
 def linear(
     q: Any,
     k: Any,
@@ -117,13 +115,13 @@ def linear(
 
     Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. The head
     of this file has flash-linear-attention's names next to these."""
-    normalize, return_state = flag("normalize", normalize), flag("return_state", return_state)
+    normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     arrays = q, k, v, decay, cu_seqlens, *pair(initial_state, normalize), out, None, None
-    found = _linear(stream, arrays, (number("scale", scale), normalize, return_state, family), layout)
+    found = _linear(stream, arrays, (check_number("scale", scale), normalize, return_state, family), layout)
     return (found[0], found[1:]) if return_state and normalize else found
 
 
-@by_other_names
+@suggests_argument_names
 def retention(
     q: Any,
     k: Any,
@@ -152,7 +150,7 @@ def retention(
     )  # fmt: skip
 
 
-@by_other_names
+@suggests_argument_names
 def lightning(
     q: Any,
     k: Any,
@@ -186,7 +184,7 @@ def lightning(
     )  # fmt: skip
 
 
-@by_other_names
+@suggests_argument_names
 def gla(
     q: Any,
     k: Any,
@@ -224,11 +222,11 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
     scale, by_channel = rules.scale_of(problem, scale), rules.by_channel(problem)
     batch, length, heads, value_dim = problem("BSHV")
     if rules.idle(problem, return_state):
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
+        choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([])
     arrays = rules.arrays(problem, return_state)
     sums = {"gStart": problem["initial_z"], "gState": problem["final_z"] if return_state else None}
-    tma = choose(problem, family) == "sm_90"
+    tma = choose_family(problem, family) == "sm_90"
     gates_by_tma = tma and not normalize and problem.bytes_at_once("decay") == ALIGNMENT
     if batch * length and (not by_channel or gates_by_tma):
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
@@ -249,31 +247,31 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
     return Plan([token_loop.launch(problem, arrays, scale, normalize)])
 
 
-def left_by_segments(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
+def segment_states(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:
     """(local, total): what the segments into which `linear` would cut the sequences do to a state. local: what each leaves of
     a state of 0, transposed, (N, H, P, Dv, Dk). total: the logarithm to the base 2 of the number by which it multiplies a
     state, (N, H, P, 1). NotImplementedError, ValueError: decays of channels, Dk above 128."""
     return _segments(None, (q, k, v, decay, cu_seqlens), (family,))
 
 
-def left_together(local: Any, total: Any, begin: Any, m: Any, left: Any) -> None:
+def compose_segment_states(local: Any, total: Any, begin: Any, m: Any, left: Any) -> None:
     """Write to `left` (N, H, Dv, Dk) the state after all of these segments, which begin with the state `begin`, or 0 if it is
     None, and to m (N, H, 1) the number by which they multiply a state. All arrays are float32."""
     _left(None, (local, total, begin, m, left), ())
 
 
-@program(LEFT)
+@program(COMPOSED_STATES)
 def _left(problem: Problem) -> Plan:
-    """The Plan of a call of left_together."""
+    """The Plan of a call of compose_segment_states."""
     sequences, heads, parts, columns, key_dim = problem("NHPVK")
     rows, cols = -(-columns // segments.TILE.rows), -(-key_dim // segments.TILE.cols)
-    arrays = {f"g{name.title()}": problem[name] for name in LEFT.names}
+    arrays = {f"g{name.title()}": problem[name] for name in COMPOSED_STATES.names}
     kernel = kernel_for(segments, segments.Config("begin" in problem), problem.device)
     grid = sequences * heads * rows * cols
     return Plan([kernel.bind(grid, heads=heads, segments=parts, rows=rows, cols=cols, **arrays)], (), nothing)
 
 
-def going_on(
+def outputs_from_segments(
     q: Any,
     k: Any,
     v: Any,
@@ -286,24 +284,24 @@ def going_on(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The output of `linear`, computed from what its segments leave (left_by_segments): only the second pass runs."""
+    """The output of `linear`, computed from what its segments leave (segment_states): only the second pass runs."""
     arrays = q, k, v, decay, cu_seqlens, local, total, initial_state, None, None, None, None
-    return _going_on(None, arrays, (number("scale", scale), False, False, family))
+    return _outputs_from_segments(None, arrays, (check_number("scale", scale), False, False, family))
 
 
 @program(SEGMENTS)
 def _segments(problem: Problem, family: str | None) -> Plan:
-    """The Plan of a call of left_by_segments."""
+    """The Plan of a call of segment_states."""
     rules.check(problem)
     if rules.by_channel(problem):
         raise NotImplementedError("decay: of channels has no segments")
-    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
+    piece = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
     arrays = rules.arrays(problem, False) | {"gGates": problem["decay"], "gO": None}
     steps, scratch = chunks.of_segments(problem, arrays, piece)
     return Plan(steps, scratch, lambda every: tuple(every[-2:]))
 
 
-_going_on = program(GOING_ON)(_linear.planner)
+_outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_linear.planner)
 
 
 def pair(initial_state: Any, normalize: bool) -> tuple[Any, Any]:

@@ -7,10 +7,11 @@ from tiles.frameworks import describe
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
-from ..families import choose
-from ..names import by_other_names
-from ..options import flag
+from ..families import choose_family
+from ..names import suggests_argument_names
+from ..options import check_flag
 from . import chunks, rules
+from .chunks import SEGMENT_RESULTS, join_rows
 from .packed import packed
 
 TOKENS = """
@@ -33,12 +34,12 @@ STATES = """
     out             BSHV  tile     made
     states          NHVK  float32  made      return_final_states
 """
-MAMBA2 = Schema("mamba2", "".join([table.rstrip() for table in (TOKENS, OTHERS, STEPS, STATES)]))
-SEGMENTS = Schema("mamba2_segments", TOKENS.rstrip() + STEPS)
-GOING_ON = Schema("mamba2_going_on", "".join([table.rstrip() for table in (TOKENS, OTHERS, STEPS, chunks.LEFT, STATES)]))
+MAMBA2 = Schema("mamba2", join_rows(TOKENS, OTHERS, STEPS, STATES))
+SEGMENTS = Schema("mamba2_segments", join_rows(TOKENS, STEPS))
+OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", join_rows(TOKENS, OTHERS, STEPS, SEGMENT_RESULTS, STATES))
 
 
-@by_other_names
+@suggests_argument_names
 def mamba2(
     x: Any,
     dt: Any,
@@ -94,7 +95,7 @@ def mamba2(
     errors are those of attention.forward."""
     if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
-    options = flag("dt_softplus", dt_softplus), flag("return_final_states", return_final_states), family
+    options = check_flag("dt_softplus", dt_softplus), check_flag("return_final_states", return_final_states), family
     if seq_idx is None:
         return _mamba2(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out, None), options)
     if initial_states is not None or cu_seqlens is not None:
@@ -114,7 +115,7 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
     rules.check(problem, "B", "x")
     batch, length, heads, sequences = problem("BSHN")
     if not (batch and length and heads):
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
+        choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
         if return_final_states and sequences and heads:
             raise ValueError(f"x: must have a token, for return_final_states=True: x.shape={problem.shape('x')}")
         return Plan([])
@@ -134,12 +135,12 @@ def _mamba2(problem: Problem, dt_softplus: bool, return_final_states: bool, fami
     }
     if problem["local"]:
         arrays |= {"gLocal": problem["local"], "gTotal": problem["total"]}
-    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
+    piece = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
     steps, scratch = chunks.by_token(problem, arrays, 1.0, piece, softplus=dt_softplus)
     return Plan(steps, scratch)
 
 
-def left_by_segments(
+def segment_states(
     x: Any,
     dt: Any,
     A: Any,
@@ -152,11 +153,11 @@ def left_by_segments(
     family: str | None = None,
 ) -> Any:
     """(local, total): what the segments into which `mamba2` would cut the sequences do to a state. See
-    linear.left_by_segments."""
-    return _segments(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (flag("dt_softplus", dt_softplus), family))
+    linear.segment_states."""
+    return _segments(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (check_flag("dt_softplus", dt_softplus), family))
 
 
-def going_on(
+def outputs_from_segments(
     x: Any,
     dt: Any,
     A: Any,
@@ -173,20 +174,20 @@ def going_on(
     cu_seqlens: Any = None,
     family: str | None = None,
 ) -> Any:
-    """The output of `mamba2`, computed from what its segments leave (left_by_segments): only the second pass runs."""
+    """The output of `mamba2`, computed from what its segments leave (segment_states): only the second pass runs."""
     arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local, total, initial_states, None, None
-    return _going_on(None, arrays, (flag("dt_softplus", dt_softplus), False, family))
+    return _outputs_from_segments(None, arrays, (check_flag("dt_softplus", dt_softplus), False, family))
 
 
 @program(SEGMENTS)
 def _segments(problem: Problem, dt_softplus: bool, family: str | None) -> Plan:
-    """The Plan of a call of left_by_segments."""
+    """The Plan of a call of segment_states."""
     rules.check(problem, "B", "x")
     arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gEnds": problem["cu_seqlens"], "gO": None}
     arrays |= {"gGates": problem["dt"], "gRate": problem["A"], "gBias": problem["dt_bias"], "gStart": None, "gState": None}
-    piece = 0 if choose(problem, family) == "sm_90" else problem.bytes_at_once()
+    piece = 0 if choose_family(problem, family) == "sm_90" else problem.bytes_at_once()
     steps, scratch = chunks.of_segments(problem, arrays, piece, dt_softplus)
     return Plan(steps, scratch, lambda every: tuple(every[-2:]))
 
 
-_going_on = program(GOING_ON)(_mamba2.planner)
+_outputs_from_segments = program(OUTPUTS_FROM_SEGMENTS)(_mamba2.planner)

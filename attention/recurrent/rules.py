@@ -4,7 +4,7 @@ from tiles.arrays import Operand
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.schema import Problem
 
-from ..options import SCALES
+from ..options import SCALE_RANGE
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
 COLUMNS = 16, 256  # key_dim and value_dim are multiples of the first, up to the second
@@ -42,7 +42,7 @@ def by_channel(problem: Problem) -> bool:
 def scale_of(problem: Problem, scale: float | None) -> float:
     """The scale, Dk^-1/2 by default. ValueError: it is not finite in float32."""
     scale = problem.extents["K"] ** -0.5 if scale is None else scale
-    if not abs(scale) <= SCALES[1]:
+    if not abs(scale) <= SCALE_RANGE[1]:
         raise ValueError(f"scale: must be finite in float32: {scale=}")
     return scale
 

@@ -6,8 +6,8 @@ from tiles.arrays import ALIGNMENT, Operand
 from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 
-from ..names import by_other_names
-from ..options import number
+from ..names import suggests_argument_names
+from ..options import check_number
 from . import rules
 from .kernels import token_loop
 
@@ -25,7 +25,7 @@ STEP = Schema(
 )
 
 
-@by_other_names
+@suggests_argument_names
 def linear_step(
     state: Any,
     q: Any,
@@ -54,7 +54,7 @@ def linear_step(
     normalize=True. JAX arrays cannot be written, so they cannot be a state.
 
     Returns `out`, the same kind of array as q. Arrays, `stream` and errors are those of attention.forward."""
-    return _linear_step(stream, (q, k, v, state, decay, beta, out), (number("scale", scale),))
+    return _linear_step(stream, (q, k, v, state, decay, beta, out), (check_number("scale", scale),))
 
 
 @program(STEP)

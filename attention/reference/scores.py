@@ -28,7 +28,7 @@ STEP = 2.0**-8  # of differences: the maps of ops are of float32
 
 
 @dataclass(frozen=True)
-class Variant:
+class ReferenceVariant:
     """What is asked of scores. alibi: (H,) or (B, H); bias: (B or 1, H or 1, Sq or 1, Sk); blocks: an object with the fields
     of FlexAttention's BlockMask (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE). Of packed
     sequences B is their number.
@@ -45,7 +45,7 @@ class Variant:
     aux: Any = ()
     blocks: Any = None
 
-    def of(self, real: type) -> Variant:
+    def cast(self, real: type) -> ReferenceVariant:
         """The same with NumPy's arrays, numbers that are not integers in dtype `real`."""
         alibi, bias, *aux = (_array(x, real) for x in (self.alibi, self.bias, *self.aux))
         return replace(self, alibi=alibi, bias=bias, aux=tuple(aux))
@@ -53,12 +53,12 @@ class Variant:
     def scores(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """s of scaled scores x (n, m), rows i and columns j; past is Sk - Sq."""
         real = x.dtype.type
-        x = self.before(x, b, h, i, j, past)
+        x = self.score_input(x, b, h, i, j, past)
         if self.score is not None:
             x = np.broadcast_to(self.score(x, b, h, i, j, *self.aux), x.shape).astype(real)
-        return np.where(self.seen(b, h, i, j, past), x, real(-np.inf))
+        return np.where(self.visible(b, h, i, j, past), x, real(-np.inf))
 
-    def before(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+    def score_input(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """What `score` is given."""
         real = x.dtype.type
         if self.softcap is not None:
@@ -70,16 +70,16 @@ class Variant:
             x = x + self.bias[b if batch > 1 else 0, h if heads > 1 else 0][i if rows > 1 else 0, j]
         return x
 
-    def slope(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+    def score_grad(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """The derivative of `score` by what it is given, for scaled scores x: by differences."""
-        x, score = self.before(x, b, h, i, j, past).astype(float), self.score
+        x, score = self.score_input(x, b, h, i, j, past).astype(float), self.score
         return np.ones(x.shape) if score is None else self._difference(lambda step: score(x + step, b, h, i, j, *self.aux))
 
-    def slope_of(
+    def aux_grad(
         self, n: int, place: tuple[int, ...], x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int
     ) -> np.ndarray:
         """The same by an element of the n-th array of aux."""
-        x, score = self.before(x, b, h, i, j, past).astype(float), self.score
+        x, score = self.score_input(x, b, h, i, j, past).astype(float), self.score
         assert score is not None
 
         def moved(step):
@@ -93,7 +93,7 @@ class Variant:
     def _difference(f: Callable) -> np.ndarray:
         return (np.asarray(f(STEP), float) - np.asarray(f(-STEP), float)) / (2 * STEP)
 
-    def seen(self, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
+    def visible(self, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """Where i sees j: (n, m)."""
         found = np.ones((i.size, j.size), bool)
         if self.causal:

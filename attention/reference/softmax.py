@@ -27,7 +27,7 @@ from tiles.schema import ORDER
 from tiles.testing.compare import host
 
 from ..dropout import dropout_mask
-from .scores import Variant
+from .scores import ReferenceVariant
 
 ROWS = 1024  # rows of scores that are held at once
 BLOCK = 128  # rows that share a descale where there are several of a head
@@ -39,7 +39,7 @@ def forward(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndar
     Takes host arrays of any float dtype and any framework that `arrays.describe` knows; trusts their shapes. Options, all by
     keyword, are attention.forward's:
 
-    - of the scores: causal, window, softcap, alibi, bias, mask, score, aux, blocks (see `scores.Variant`);
+    - of the scores: causal, window, softcap, alibi, bias, mask, score, aux, blocks (see `scores.ReferenceVariant`);
     - scale: Dk^-1/2 by default; layout: "bshd" or "bhsd"; sink: (Hq,);
     - q_norm, k_norm: weights (Dk,) or (H, Dk) of an RMS norm of each row, or a pair (weights, bias) of a layer norm, with
       norm_eps added to the mean of the squares;
@@ -90,15 +90,15 @@ def _forward(
     axes = np.argsort(ORDER[layout])  # canonical (B, S, H, D) <-> the caller's: both permutations are their own inverse
     q, k, v = (x.transpose(axes).astype(real) for x in (q, k, v))
     q, k = (normed(x, norm, norm_eps, real, rounded) for x, norm in ((q, q_norm), (k, k_norm)))
-    variant = Variant(**of_scores).of(real)
+    variant = ReferenceVariant(**of_scores).cast(real)
     batch, seqlen_q, heads_q, head_dim = q.shape
     scale = real(head_dim**-0.5 if scale is None else scale)
     sink = np.full(heads_q, -np.inf, real) if sink is None else host(sink).astype(real)
-    kept = kept_of(dropout, seed, keep)
+    kept = keep_function(dropout, seed, keep)
     held, lift = (ml_dtypes.bfloat16, 2.0**8) if rounded == ml_dtypes.float8_e4m3fn else (rounded, None)
     out = np.zeros((batch, seqlen_q, heads_q, v.shape[-1]), held)
     lse = np.full((batch, heads_q, seqlen_q), -np.inf, real)
-    for b, place, queries, keys in sequences_of(q.shape, k.shape, cu_seqlens, cu_seqlens_k, lengths_k):
+    for b, place, queries, keys in sequence_slices(q.shape, k.shape, cu_seqlens, cu_seqlens_k, lengths_k):
         first, count = queries.start, queries.stop - queries.start
         for h, start in np.ndindex(heads_q, -(-count // ROWS)):
             i, j = np.arange(count)[start * ROWS : start * ROWS + ROWS, None], np.arange(keys.stop - keys.start)[None]
@@ -131,14 +131,14 @@ def _of_rows(descale, b, kv_head, head, rows, layout):
     return np.asarray(descale if np.ndim(descale) == 0 else host(descale)[(b, kv_head)[2 - np.ndim(descale) :]])
 
 
-def kept_of(dropout: float, seed: Any, keep: Any) -> Callable[..., np.ndarray] | None:
+def keep_function(dropout: float, seed: Any, keep: Any) -> Callable[..., np.ndarray] | None:
     """kept(b, h, i, j), true where P is; None: everywhere."""
     if seed is not None and keep is None:
         keep = partial(dropout_mask, seed if isinstance(seed, int) else int(host(seed)[0]), dropout)
     return keep if keep is None or callable(keep) else lambda b, h, i, j: host(keep)[b, h][i, j]
 
 
-def sequences_of(
+def sequence_slices(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], cu_seqlens: Any, cu_seqlens_k: Any, lengths_k: Any
 ) -> list[tuple[int, int, slice, slice]]:
     """(b, its place in the batch, its queries, its keys) of every sequence, the latter two as slices."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tiles.torch_op import exporting, transformed
 
-from ..options import number
+from ..options import check_number
 from .block_masks import FIELDS
 from .dropped import SEED_END
 from .prepared_lists import BlockLists, Making
@@ -93,7 +93,7 @@ KEPT = Random(None, None, None)
 def random_of(dropout: Any, seed: Any) -> Random:
     """The Random of a call. TypeError, ValueError: dropout is not from 0 to below 1, or the seed is missing or not of its
     kind."""
-    share = number("dropout", dropout)
+    share = check_number("dropout", dropout)
     if share is None or not 0 <= share < 1:
         raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
     if isinstance(seed, (bool, float, str)):

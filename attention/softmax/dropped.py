@@ -8,7 +8,7 @@ from ops import abs, bernoulli, maximum, where
 from tiles import fp32, inlined, rt
 from tiles.arguments import ENDS, FLOAT, INT, LONG
 
-from ..dropout import share_of
+from ..dropout import drop_threshold
 from .variants import Variant
 
 SEED_END = 2**63
@@ -74,4 +74,4 @@ class DroppedAnew(Dropped):
 
 def numbers_of(dropout: float) -> dict[str, float]:
     """{parameter of a kernel: number} for this dropout."""
-    return {"dropped": share_of(dropout), "per_kept": 1 / (1 - dropout)}
+    return {"dropped": drop_threshold(dropout), "per_kept": 1 / (1 - dropout)}

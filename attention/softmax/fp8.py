@@ -6,7 +6,7 @@ from typing import Any
 from tiles.arrays import ALIGNMENT
 from tiles.schema import Problem, Schema
 
-from ..options import number
+from ..options import check_number
 from .call_options import OF_AUX, OF_BLOCKS
 from .descales import BLOCK
 
@@ -62,7 +62,7 @@ def unit_of(name: str, descale: Any) -> tuple[float, Any]:
         return 1.0, None
     if hasattr(descale, "shape") and not isinstance(descale, float):
         return 1.0, descale
-    found = number(name, descale)
+    found = check_number(name, descale)
     if not found or not 2.0**-60 <= found <= 2.0**60:
         raise ValueError(f"{name}: must be positive, and far from float32's ends: {name}={descale!r}")
     return found, None

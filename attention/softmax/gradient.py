@@ -12,7 +12,7 @@ from typing import Any
 
 import attention
 
-from ..options import norm_parts
+from ..options import split_norm
 from .block_masks import FIELDS
 from .call_options import AUX
 from .prepared_lists import BlockLists
@@ -87,7 +87,7 @@ def flat(told: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if x is None:
             continue
         if name in NORMS:
-            weights, bias = norm_parts(name, x)
+            weights, bias = split_norm(name, x)
             arrays |= {name: weights} if bias is None else {name: weights, f"{name}_bias": bias}
         elif name == "aux" and isinstance(x, (tuple, list)):
             arrays |= {f"aux{n}": y for n, y in enumerate(x)}

@@ -13,7 +13,7 @@ from tiles.schema import Problem
 from tiles.targets import has_fp8
 
 from ..cache import quantize_kernels
-from ..families import PartOf, choose, kv_of, needs_hopper
+from ..families import FamilyAndBlock, choose_family, family_block_kv, require_hopper
 from . import ampere, block_masks, hopper, hopper_fp8, norms, transpose_values
 from . import key_block_lists as lists
 from .assembled import Assembled
@@ -136,7 +136,7 @@ def planned(
     problem: Problem,
     made: Assembled,
     return_lse: bool,
-    family: str | PartOf | None,
+    family: str | FamilyAndBlock | None,
     aux: Sequence[Operand] = (),
     listing: Listing | None = None,
     norm_eps: float = 0.0,
@@ -157,7 +157,7 @@ def planned(
     if empty or kv_len == 0:  # no query sees a key
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
+        choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
     where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
     if only_lists and listing is None:
@@ -196,12 +196,12 @@ def listed_keys(problem: Problem, listing: Listing | None) -> bool:
 
 
 def chosen(
-    problem: Problem, made: Assembled, family: str | PartOf | None, aux: Sequence[Operand], listing: Listing | None
+    problem: Problem, made: Assembled, family: str | FamilyAndBlock | None, aux: Sequence[Operand], listing: Listing | None
 ) -> tuple[Assembled, Shape]:
     """(the assembled variant as the kernel takes it, the configuration of the kernel) for a problem that has queries and keys:
     see `planned`."""
     (lie, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
-    tma, by_list = choose(problem, family) == "sm_90", listed_keys(problem, listing)
+    tma, by_list = choose_family(problem, family) == "sm_90", listed_keys(problem, listing)
     if tma and problem.dtype != "float8_e4m3fn":
         made = made._replace(variant=in_tiles(problem, made.variant))
     written = schema.arguments["out"] if schema.written else None
@@ -210,9 +210,9 @@ def chosen(
     if lie is Batched and not (axes or by_list or unrounded):
         kind = {}
     if not tma and problem.dtype == "float8_e4m3fn":
-        needs_hopper(problem)
+        require_hopper(problem)
         raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
-    return made, config_of(problem, made, tma, problem("T")[0], kv_of(family), **kind)
+    return made, config_of(problem, made, tma, problem("T")[0], family_block_kv(family), **kind)
 
 
 def in_tiles(problem: Problem, of: Variant) -> Variant:

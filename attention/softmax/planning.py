@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from tiles.arrays import Number, Operand
 from tiles.schema import Problem
 
-from ..options import SCALES
+from ..options import SCALE_RANGE
 from .algebra import ends_of_mask, least
 from .block_masks import FIELDS, Blocked, BlockedMask
 from .call_options import AUX
@@ -142,7 +142,7 @@ def scale_of(problem: Problem, scale: float | None) -> float:
     """The scale of scores, D^-1/2 by default. ValueError: it is not positive, or too large or small for float32."""
     (head_dim,) = problem("D")
     scale = head_dim**-0.5 if scale is None else scale
-    if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
+    if not SCALE_RANGE[0] <= scale <= SCALE_RANGE[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
     return scale
 

@@ -11,7 +11,7 @@ from tiles.program import Plan, program
 from tiles.schema import Problem, Schema
 from tiles.targets import is_hopper
 
-from ..families import needs_hopper
+from ..families import require_hopper
 from .assembled import assembled
 from .gradient import ONCE
 from .key_sources import BLOCK, Apart, Arriving
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     """What calls are told. keys: how many there are. first, end, second, second_end: the two spans of them, from .. to, of
     which own_k and own_v have the rows, one span behind the other; k and v have those of all others. Spans begin and end at
     multiples of key_sources.BLOCK, or where keys end. causal, scale: as forward's. kv: how many keys a block has where one GPU
-    has all queries (families.PartOf)."""
+    has all queries (families.FamilyAndBlock)."""
 
     keys: int
     first: int
@@ -85,7 +85,7 @@ def _apart(
     kv: int | None,
 ) -> Plan:
     """How calls of this form are done."""
-    needs_hopper(problem)
+    require_hopper(problem)
     check_extents(problem)
     made, (lie, where) = assembled(scale_of(problem, scale), causal), sequences_of(problem)
     config = config_of(problem, made, True, keys, kv, lie=lie, axes=(), by_list=False)

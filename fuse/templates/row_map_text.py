@@ -56,7 +56,7 @@ class Writing:
             taken.update(told)
             self.drawn[p] = ", ".join(told)
             said = self.writer.expression(p)
-            self.told += [(told[0], f"share_of({said})"), (told[1], f"1 / (1 - {said})")]
+            self.told += [(told[0], f"drop_threshold({said})"), (told[1], f"1 / (1 - {said})")]
         draw, place = self.draw
         self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.of[1]]}, {{2}}, {place})"
         how = ", unordered=True" * self.unordered

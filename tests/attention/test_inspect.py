@@ -23,7 +23,7 @@ from attention.softmax.decode.caches import Dense, Paged
 from attention.softmax.decode.norms import ByRms, RmsOfRows
 from attention.softmax.decode.products import Same
 from attention.softmax.decode.reach import Reach
-from attention.softmax.decode.results import Part
+from attention.softmax.decode.results import PartialOutput
 from attention.softmax.decode.splits import Shares
 from attention.softmax.dropped import Dropped
 from attention.softmax.norms import Layer, Normed
@@ -36,9 +36,9 @@ from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 STEPS, MAMBA2, OUTPUTS = BySteps(softplus=True), Outputs(skip=True, silu=True), Outputs()
 PLAIN = Variant(), Reach(False, True, False)
-PART = Part(bf16, 16)
-SHARED = *PLAIN, Paged(16), decode_ampere.either(bf16, 16), Variant(), Shares
-NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), decode_ampere.either(bf16, 16), Variant(), Shares
+PART = PartialOutput(bf16, 16)
+SHARED = *PLAIN, Paged(16), decode_ampere.final_or_partial(bf16, 16), Variant(), Shares
+NORMED = Normed(RmsOfRows(True)), PLAIN[1], Dense(16), decode_ampere.final_or_partial(bf16, 16), Variant(), Shares
 SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, piece=4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
@@ -48,7 +48,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
         decode_ampere,
         decode_ampere.config_for(128, 128, Same(bf16), *SHARED, tall=True, room=MEDIUM),
     ),
-    ("sm_90a", decode_ampere, decode_ampere.config_for(128, 128, Same(bf16), *NORMED, early=True, keys_norm=ByRms())),
+    ("sm_90a", decode_ampere, decode_ampere.config_for(128, 128, Same(bf16), *NORMED, pdl=True, keys_norm=ByRms())),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], Paged(16), PART, False, 128, MEDIUM)),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], Paged(16), PART, True, 128)),
     ("sm_90a", mla_hopper, mla_hopper.Config(products.Same(bf16), PLAIN[1], boxes.Paged(1), PART)),

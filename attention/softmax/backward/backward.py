@@ -7,8 +7,8 @@ from tiles.arrays import Number
 from tiles.program import Plan, program
 from tiles.schema import REAL, Problem, Schema
 
-from ...names import by_other_names
-from ...options import flag, number, positive
+from ...names import suggests_argument_names
+from ...options import check_flag, check_number, check_positive
 from ..assembled import assembled
 from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
 from ..gradient import ONCE
@@ -79,7 +79,7 @@ BACKWARD = Schema("backward", OF_FORWARD + OF_INPUTS)
 VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into", GIVEN + ADDED)
 
 
-@by_other_names
+@suggests_argument_names
 @without_gradients
 def backward(
     dout: Any,
@@ -166,7 +166,7 @@ def backward(
     no_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
     no_more = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
     if no_scores and no_more and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
-        simple = flag("causal", causal), number("scale", scale), flag("deterministic", deterministic), family
+        simple = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
         return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), simple, layout)
     of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
     dsink = sink is not None if dsink is None else dsink
@@ -175,11 +175,11 @@ def backward(
     norms.check("q", q_norm, dq_norm)
     norms.check("k", k_norm, dk_norm)
     besides = [None if x is False else x for x in (dbias, dalibi, dsink, *each_of(daux, read))]
-    if flag("accumulate", accumulate):
+    if check_flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
         check_accumulators({"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None})
         check_accumulators({name: x for name, x in zip(GRADIENTS, besides) if x is not None})
-    eps, rows = positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
+    eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
     of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
     if accumulate:
@@ -190,16 +190,16 @@ def backward(
     of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
     given = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
     options = (
-        flag("causal", causal),
+        check_flag("causal", causal),
         *ends_of(window),
-        positive("softcap", softcap),
+        check_positive("softcap", softcap),
         *[None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))],
         *size,
         ready_for,
         random.dropout,
         random.seed,
-        number("scale", scale),
-        flag("deterministic", deterministic),
+        check_number("scale", scale),
+        check_flag("deterministic", deterministic),
         also,
         family,
     )

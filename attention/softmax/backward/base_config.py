@@ -32,7 +32,7 @@ class BackwardConfig(BaseConfig):
     accumulate: bool = field(default=False, kw_only=True)
     slope_gradient: NoSlopeGradient = field(default=NO_SLOPE_GRADIENT, kw_only=True)
     splits_queries: bool = field(default=False, kw_only=True)
-    early = False  # whether it begins while the grid before it ends
+    overlaps_previous = False  # whether it begins while the grid before it ends
     piece = 16  # the bytes that addresses and strides are multiples of
     single_block = False  # whether a block has all keys, and writes dQ
 

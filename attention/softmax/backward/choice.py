@@ -8,7 +8,7 @@ from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.schema import Problem
 
-from ...families import PartOf, choose, name_of
+from ...families import FamilyAndBlock, choose_family, family_name
 from ..assembled import Assembled
 from ..launches import DTYPES, in_tiles, sequences_of
 from ..prepared_lists import Listing
@@ -33,7 +33,7 @@ def choose_kernel(
     problem: Problem,
     made: Assembled,
     deterministic: bool,
-    family: str | PartOf | None,
+    family: str | FamilyAndBlock | None,
     aux: Sequence[Operand],
     listing: Listing | None,
     reads: Mapping[str, Sequence[BiasRead]],
@@ -42,13 +42,13 @@ def choose_kernel(
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
     (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], made.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"
-    tma = choose(problem, family) == "sm_90"
+    tma = choose_family(problem, family) == "sm_90"
     plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or accumulate or variant.draws)
     shape = None
     if plain and not reads:
         if hopper_wide.serves(head_dim, variant, value_dim):
             return KernelChoice(hopper_wide, hopper_wide.config_for(head_dim, dtype, variant, value_dim), True)
-        if not (deterministic or name_of(family)):  # in order parts of sequences give the bits of the whole, which may be long
+        if not (deterministic or family_name(family)):  # in order parts of sequences give the bits of the whole, which may be long
             shape = ampere.short(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
     by_list = listing is not None and lie is Batched

@@ -28,7 +28,7 @@ class Config:
     parts: RowParts
     result: StoreGradient
     lie: type[Batched] = field(default=Batched, kw_only=True)
-    early: bool = field(default=False, kw_only=True)
+    overlaps_previous: bool = field(default=False, kw_only=True)
     threads = LANES * WARPS
 
     @property
@@ -45,13 +45,13 @@ class Config:
         parts, result = self.parts, type(self.result).__name__.lower()
         return (
             f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
-            + " early" * self.early
+            + " PDL" * self.overlaps_previous
         )
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """The configuration that finishes what this kernel began."""
-    return Config(config.parts, config.result, lie=config.lie, early=config.early)
+    return Config(config.parts, config.result, lie=config.lie, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -64,12 +64,12 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     parts, BANDS, QUERIES, result = config.parts, config.parts.warp_tiles, config.parts.queries, config.result
-    sequences, GIVEN, OUT, EARLY = config.sequences, config.given, config.result.dtype, config.early
+    sequences, GIVEN, OUT, PDL = config.sequences, config.given, config.result.dtype, config.overlaps_previous
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def finish(gDQAccum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
         """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
-        if EARLY:
+        if PDL:
             grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)

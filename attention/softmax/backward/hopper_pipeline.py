@@ -29,7 +29,7 @@ class Config(BackwardConfig):
     dq_stages: int = 2
     bias_stages: int = 1
     rounded_p: bool = False
-    early = True
+    overlaps_previous = True
 
     @property
     def ordered_adds(self) -> AscendingAdds:

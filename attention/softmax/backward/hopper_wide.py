@@ -33,7 +33,7 @@ class Config(BackwardConfig):
     stages: int = 2
     do_stages: int = 2
     p_stages: int = 2
-    early = True
+    overlaps_previous = True
 
     @property
     def threads(self) -> int:

@@ -28,7 +28,7 @@ class Config(BaseConfig):
 
     stages: int = 2
     v_stages: int = 1
-    early = True  # it begins while hopper_wide.py's grid ends
+    overlaps_previous = True  # it begins while hopper_wide.py's grid ends
 
     @property
     def rows(self) -> int:

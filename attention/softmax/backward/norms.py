@@ -29,7 +29,7 @@ from tiles.layout import LANES
 from tiles.program import Fill, Plan, Program, nothing, program
 from tiles.schema import Problem, Schema
 
-from ...options import norm_parts
+from ...options import split_norm
 from .. import norms
 from ..gradient import ONCE
 from ..hopper import SHAPES
@@ -322,7 +322,7 @@ def normalised(name: str, x: Any, norm: Any, eps: Any, stream: Any, layout: str)
     """x, "q" or "k", as attention.forward normalises it; x itself where there is no norm."""
     if norm is None:
         return x
-    return NORMALISE[name](stream, (x, *norm_parts(f"{name}_norm", norm), None), (eps,), layout)
+    return NORMALISE[name](stream, (x, *split_norm(f"{name}_norm", norm), None), (eps,), layout)
 
 
 def cleared(name: str, x: Any, norm: Any, dx: Any, stream: Any, layout: str) -> Any:
@@ -338,7 +338,7 @@ def check(name: str, norm: Any, of_norm: Any) -> None:
     asked = f"d{name}_norm"
     if norm is None:
         raise ValueError(f"{asked}: must be None where there is no {name}_norm: {asked}={of_norm!r:.60}")
-    parts, given = norm_parts(f"{name}_norm", norm), norm_parts(asked, of_norm)
+    parts, given = split_norm(f"{name}_norm", norm), split_norm(asked, of_norm)
     if (parts[1] is None) != (given[1] is None):
         raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a pair of arrays'}, as {name}_norm is")
     for x, like in zip(given, parts):
@@ -357,7 +357,7 @@ def gradients(
     of which dy is then, too."""
     if norm is None:
         return dy, ()
-    parts, given = norm_parts(f"{name}_norm", norm), norm_parts(f"d{name}_norm", of_norm)
+    parts, given = split_norm(f"{name}_norm", norm), split_norm(f"d{name}_norm", of_norm)
     layer = parts[1] is not None
     arrays = x, dy, *parts, dx, *given
     if accumulate:

@@ -41,7 +41,7 @@ class Config:
     aligned: bool = True
     lie: type[Batched] = field(default=Batched, kw_only=True)
     order: UnorderedAdds = field(default=UNORDERED, kw_only=True)
-    early: bool = field(default=False, kw_only=True)
+    overlaps_previous: bool = field(default=False, kw_only=True)
     of_lse: bool = field(default=False, kw_only=True)
 
     @property
@@ -62,7 +62,7 @@ class Config:
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = ", by elements" * (not self.aligned) + str(self.order) + " early" * self.early + ", dlse" * self.of_lse
+        more = ", by elements" * (not self.aligned) + str(self.order) + " PDL" * self.overlaps_previous + ", dlse" * self.of_lse
         return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
@@ -72,12 +72,19 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     if isinstance(config, ampere.Config):
         aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
     shape = config.value_dim, config.rows, config.dtype
-    return Config(*shape, None if config.single_block else parts, aligned, lie=config.lie, order=config.order, early=config.early)
+    return Config(
+        *shape,
+        None if config.single_block else parts,
+        aligned,
+        lie=config.lie,
+        order=config.order,
+        overlaps_previous=config.overlaps_previous,
+    )
 
 
 def without_sums(config: hopper_wide.Config) -> Config:
     """The configuration that prepares for kernels which sum no dQ in memory."""
-    return Config(config.value_dim, config.rows, config.dtype, None, early=config.early)
+    return Config(config.value_dim, config.rows, config.dtype, None, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -98,7 +105,7 @@ def less_dlse(delta, there, spec, at, given):
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ALIGNED, EARLY, OF_LSE = True if config.aligned else None, config.early, config.of_lse
+    ALIGNED, PDL, OF_LSE = True if config.aligned else None, config.overlaps_previous, config.of_lse
     ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
@@ -112,7 +119,7 @@ def make(config: Config):
     ):  # fmt: skip
         """Prepares a tile of queries, one of the `blocks` of a pair. O and dO are (batch, row, head, column), all other arrays
         (batch, head, row)."""
-        if EARLY:
+        if PDL:
             grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, given)

@@ -35,19 +35,20 @@ WHOLE = 8  # columns: what shares leave has a multiple of these, whole pieces of
 @dataclass(frozen=True)
 class Config:
     """The kernel's configuration. count: shares of a key head. head_dim, value_dim: columns of dK and of dV, padded. piece:
-    the bytes that addresses and strides are multiples of. early: does the kernel begin while the grid before it ends?"""
+    the bytes that addresses and strides are multiples of. overlaps_previous: does the kernel begin while the grid before
+    it ends (programmatic dependent launch, PDL)?"""
 
     count: int
     head_dim: int
     value_dim: int
     dtype: dtype
     piece: int
-    early: bool
+    overlaps_previous: bool
     threads = LANES * WARPS
 
     def __str__(self):
         dims, by = f"D {self.head_dim}/{self.value_dim} {self.dtype}", f", by {self.piece} bytes" * (self.piece != 16)
-        return f"{self.count} shares, {dims}{by}" + " early" * self.early
+        return f"{self.count} shares, {dims}{by}" + " PDL" * self.overlaps_previous
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -59,7 +60,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    COUNT, OUT, PIECE, EARLY, X = config.count, config.dtype, config.piece, config.early, rt(ROWS, COLUMNS, config.dtype)
+    COUNT, OUT, PIECE, PDL, X = (
+        config.count,
+        config.dtype,
+        config.piece,
+        config.overlaps_previous,
+        rt(ROWS, COLUMNS, config.dtype),
+    )
     K_PANELS, V_PANELS = config.head_dim // COLUMNS, config.value_dim // COLUMNS
 
     @inlined
@@ -74,7 +81,7 @@ def make(config: Config):
     def add_up(gFoundK: array(4, OUT), gFoundV: array(4, OUT), gDK: array(4, OUT), gDV: array(4, OUT), bands: INT, heads: INT):
         """dK and dV of ROWS keys, one of the `bands` of a pair of batch and key head, from those of the head's shares. The
         first warps begin with dK, the last ones with dV."""
-        if EARLY:
+        if PDL:
             grid.wait()
         pair, band = divmod(cuda.blockIdx.x, bands)
         batch, head = divmod(pair, heads)
@@ -131,7 +138,7 @@ def arguments(early: Before, late: Before, config: BackwardConfig, cut: QuerySpl
         return {"gDK": dk, "gDV": dv, **told}
     keys, columns = dk.form.shape[1], [-(-x.form.shape[3] // WHOLE) * WHOLE for x in (dk, dv)]
     found_k, found_v = [early.memory((batch, keys, cut.shares * heads, n), problem.dtype) for n in columns]
-    own = Config(cut.shares, config.head_dim, config.value_dim, config.dtype, config.piece, config.early)
+    own = Config(cut.shares, config.head_dim, config.value_dim, config.dtype, config.piece, config.overlaps_previous)
     arrays, bands = {"gFoundK": found_k, "gFoundV": found_v, "gDK": dk, "gDV": dv}, -(-keys // ROWS)
     late.launch(sys.modules[__name__], own, batch * heads * bands, bands=bands, heads=heads, **arrays)
     return {"gDK": found_k, "gDV": found_v, **told}

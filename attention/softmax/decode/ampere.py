@@ -47,7 +47,7 @@ from .caches import Dense, Indexed, Paged
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
 from .products import Narrow, NarrowByKey, Same
 from .reach import Everything, Reach
-from .results import Either, Part, PartOfPacked, Spot, Whole
+from .results import FinalOrPartialOutput, FinalOutput, OutputTile, PackedPartialOutput, PartialOutput
 from .splits import Parted, Shares
 from .tokens import Alike, OneBehindTheOther
 
@@ -60,7 +60,7 @@ class Config:
     scores; sums: what is added to the sum of weights; split: which keys a block works on; result: where the output goes; lie:
     how query tokens lie; axes: how many axes each array of aux has; keys_norm: the norm of keys before their scores. Its
     shape: `band` rows of a tile, `warps` with `keys` keys of every tile each, the stages of the pipelines, and `resident`
-    blocks on a multiprocessor. early: may it begin before the launch ahead of it has ended?"""
+    blocks on a multiprocessor. overlaps_previous: may it begin before the previous launch has ended (PDL)?"""
 
     head_dim: int
     value_dim: int
@@ -68,10 +68,10 @@ class Config:
     variant: Variant
     reach: Reach
     cache: Dense
-    result: Whole | Either
+    result: FinalOutput | FinalOrPartialOutput
     sums: Variant
     split: type[Parted]
-    early: bool
+    overlaps_previous: bool
     band: int
     keys: int
     warps: int
@@ -101,7 +101,7 @@ class Config:
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
         kind = f"{dims} {self.product}{self.keys_norm} {self.reach} {self.cache}{scores}{self.lie(self.band)} {self.result}"
-        return f"{kind}, {self.band} x {self.kv}" + " early" * self.early
+        return f"{kind}, {self.band} x {self.kv}" + " PDL" * self.overlaps_previous
 
 
 BAND = 16  # rows of a tile
@@ -131,8 +131,9 @@ NORMS = (RmsOfRows(True), ByRms()), (LayerOfRows(False), ByLayer())  # of querie
 
 
 def config_for(
-    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense, result: Whole | Either,
-    sums: Variant, split: type[Parted] = Parted, early: bool = False, tall: bool = False, room: int = LARGE,
+    head_dim: int, value_dim: int, product: Same, variant: Variant, reach: Reach, cache: Dense,
+    result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[Parted] = Parted, pdl: bool = False,
+    tall: bool = False, room: int = LARGE,
     lie: type[Alike] = Alike, axes: tuple[int, ...] = (), keys_norm: AsTheyAre = AS_THEY_ARE, brief: bool = False,
 ) -> Config:  # fmt: skip
     """The configuration for a problem, on a GPU whose blocks may use `room` bytes of shared memory. Dims are rounded up to the
@@ -156,53 +157,59 @@ def config_for(
     if product.by_key and band > BAND and keys > BAND:  # there are not registers for the numbers of so many
         keys, stages = keys // 2, 2 * stages
     shape = band, keys, warps, stages, resident
-    return Config(padded, wide, product, variant, reach, cache, result, sums, split, early, *shape, lie, axes, keys_norm)
+    return Config(padded, wide, product, variant, reach, cache, result, sums, split, pdl, *shape, lie, axes, keys_norm)
 
 
-def either(of: dtype, piece: int) -> Either:
-    """The object that stores results, if some are whole and others parts."""
-    return Either(Whole(of, piece), Part(of, piece))
+def final_or_partial(of: dtype, piece: int) -> FinalOrPartialOutput:
+    """The output of blocks of which some read all keys of their rows, and others a part of them."""
+    return FinalOrPartialOutput(FinalOutput(of, piece), PartialOutput(of, piece))
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with: for bf16, one token and whole pieces, or for `everything`. fp16
     takes as many registers as bf16."""
     plain, target = Variant(), capability(arch)
-    room, early, fp8 = shared_bytes(target), has_early_launch(target), has_fp8(target)
-    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], Whole | Either], type[Parted]]]
-    kinds = [(Reach(False, False, False), Dense, either, Shares), (Reach(False, True, False), Paged, either, Shares)]
+    room, pdl, fp8 = shared_bytes(target), has_early_launch(target), has_fp8(target)
+    kinds: list[tuple[Reach, type[Dense], Callable[[dtype, int], FinalOutput | FinalOrPartialOutput], type[Parted]]]
+    kinds = [
+        (Reach(False, False, False), Dense, final_or_partial, Shares),
+        (Reach(False, True, False), Paged, final_or_partial, Shares),
+    ]
     if everything:
-        kinds += [(Reach(True, True, False), Indexed, Part, Parted), (Reach(False, True, True), Paged, Whole, Parted)]
+        kinds += [
+            (Reach(True, True, False), Indexed, PartialOutput, Parted),
+            (Reach(False, True, True), Paged, FinalOutput, Parted),
+        ]
     forms: list[tuple[Same, int]] = [(Same(bf16), PIECES[0])] + [(Narrow(bf16, True), PIECES[0])] * fp8
     if everything:
         forms += [*((Same(bf16), piece) for piece in PIECES[1:]), (Same(fp16), PIECES[0])]
     found = [
-        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, early, tall, room)
+        config_for(dim, dim, of, plain, reach, cache(piece), result(of.wide, piece), plain, split, pdl, tall, room)
         for (of, piece), dim, (reach, cache, result, split), tall in itertools.product(forms, SHAPES, kinds, (False, True))
     ]
     if fp8:  # keys that have numbers of their own
         by_key, causal, piece = NarrowByKey(bf16, True), Reach(False, True, False), PIECES[0]
-        dense, part = Dense(piece), Part(bf16, piece)
-        found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, early, False, room))
+        dense, part = Dense(piece), PartialOutput(bf16, piece)
+        found.append(config_for(128, 128, Narrow(bf16, True), plain, causal, dense, part, plain, Parted, pdl, False, room))
         for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (Dense, Paged), (False, True)):
-            lies, given = cache(piece), either(bf16, piece)
-            found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, early, tall, room))
+            lies, given = cache(piece), final_or_partial(bf16, piece)
+            found.append(config_for(dim, dim, by_key, plain, causal, lies, given, plain, Shares, pdl, tall, room))
     if everything:  # queries one behind the other
         kind = (
             Same(bf16),
             plain,
             Reach(False, True, False),
             Paged(PIECES[0]),
-            PartOfPacked(bf16, PIECES[0]),
+            PackedPartialOutput(bf16, PIECES[0]),
             plain,
             Parted,
-            early,
+            pdl,
         )
         found += [config_for(dim, dim, *kind, tall, room, OneBehindTheOther) for dim in SHAPES for tall in (False, True)]
-        read = Reach(False, True, False), Dense(PIECES[0]), either(bf16, PIECES[0])
+        read = Reach(False, True, False), Dense(PIECES[0]), final_or_partial(bf16, PIECES[0])
         for (rows, keys), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
             if keys.slim or dim < max(SHAPES) or room > SMALL:  # but for what spills 32 bytes
-                normed = Same(bf16), Normed(rows), *read, plain, Shares, early, tall, room
+                normed = Same(bf16), Normed(rows), *read, plain, Shares, pdl, tall, room
                 found.append(config_for(dim, dim, *normed, keys_norm=keys))
     yield from dict.fromkeys(found)
 
@@ -214,10 +221,10 @@ def make(config: Config):
     INPUT, HELD, GIVEN = config.product.wide, config.product.held, config.given
     product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
-    split, lie, EARLY, AUX = config.split(reach, KV), config.lie(BAND), config.early, arrays_of(config.axes)
+    split, lie, PDL, AUX = config.split(reach, KV), config.lie(BAND), config.overlaps_previous, arrays_of(config.axes)
     norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IN_PARTS, DEEP = type(result) is not Whole, variant.deep
+    IS_PARTIAL, DEEP = type(result) is not FinalOutput, variant.deep
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
@@ -294,7 +301,7 @@ def make(config: Config):
         return made, norm.whole(known, scratch)
 
     @inlined
-    def add_up(o, l, unit, col, v, spot, given):
+    def add_up(o, l, unit, col, v, out_tile, given):
         """Add up some columns of O, from `col` on, over all warps, and store them."""
         addends, warp = v.reuse(ADDENDS), warp_index()  # anew: nothing that follows from it is held over the keys
         store(subtile(addends, BAND, warp), o)
@@ -304,7 +311,7 @@ def make(config: Config):
             for other in range(WARPS):
                 o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
             o = product.columns(o, unit)
-            result.store(over_sum(o, l), spot, int32(col + PANEL * slab), given)
+            result.store(over_sum(o, l), out_tile, int32(col + PANEL * slab), given)
 
     @inlined
     def clear_nobodys(rows, tokens, head, row, part, warp, group, scale, given):
@@ -312,11 +319,11 @@ def make(config: Config):
         first, last = lie.nobodys(rows, tokens, group, given)
         if first <= last:
             row = int32(max(row, first * group))  # what is ahead of it in the tile is the last sequence's
-            spot = Spot(int32(0), head, part, int32(0), False, row, first, last, group)
+            out_tile = OutputTile(int32(0), head, part, int32(0), False, row, first, last, group)
             for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
-                result.store(zeros(SLAB), spot, int32(PANEL * slab), given)
+                result.store(zeros(SLAB), out_tile, int32(PANEL * slab), given)
             if warp == 0:
-                result.store_sums(full(O.col_vec, -math.inf), scale, spot, given)
+                result.store_lse(full(O.col_vec, -math.inf), scale, out_tile, given)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
@@ -328,11 +335,11 @@ def make(config: Config):
         maximum may lag behind the scores."""
         opened = smem.open()
         q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
-        if EARLY and IN_PARTS:
+        if PDL and IS_PARTIAL:
             grid.release()  # the blocks of combine.py may begin, and wait
         rest, band = divmod(cuda.blockIdx.x, bands)
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
-        if EARLY and not KNOWS:
+        if PDL and not KNOWS:
             grid.wait(int32(number + head + band))
         rows, all_tokens = lie.find(band, tokens, group, given), tokens
         warp, row, tokens, begin = warp_index(), rows.row, rows.tokens, int32(rows.start * group)
@@ -343,20 +350,20 @@ def make(config: Config):
         while work.left > 0 and lie.has(rows, group):
             sequence, batch, whole = work.sequence, lie.batch(work.sequence), work.end - work.tile == work.tiles
             of, first_out, last_out = lie.batch(work.of), int32(rows.start + first_token), int32(rows.start + last_token)
-            spot = Spot(batch, head, work.part, of, whole, int32(begin + row), first_out, last_out, group)
+            out_tile = OutputTile(batch, head, work.part, of, whole, int32(begin + row), first_out, last_out, group)
             every = reach.keys(sequence, 0, tokens - 1, tokens, given)
             sees = reach.keys(sequence, first_token, last_token, tokens, given)
             tile = int32(max(work.tile, (sees.first - every.first) // KV))
             first = int32(every.first + KV * tile)
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
-            if EARLY and KNOWS:
+            if PDL and KNOWS:
                 grid.wait(int32(first + n))
             asked = ahead(warp_index(), head, given) if SOON else None  # ahead of the keys: behind them it would arrive late
-            place = q.look_up(None, group, (0, spot.row), begin + end)  # only the rows of one token lie side by side
+            place = q.look_up(None, group, (0, out_tile.row), begin + end)  # only the rows of one token lie side by side
             here = cache.look(k, gK, sequence, first, sees.end, given)
             there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
             numbers = product.look(pipes, cache, sequence, first, sees.end, given)
-            q.fill_pages(0, gQ, place, (spot.row, batch, head, 0), begin + end, None, cache.piece)
+            q.fill_pages(0, gQ, place, (out_tile.row, batch, head, 0), begin + end, None, cache.piece)
             for i in range(AHEAD):
                 key, later = int32(first + KV * i), int32(first + KV * (i + 1))
                 product.fill_keys(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
@@ -392,22 +399,22 @@ def make(config: Config):
                 seen = seen._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
 
             m = block.reduce_max(seen.m, scratch)
-            if result.joins(spot):
+            if result.is_final(out_tile):
                 m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
             weight = exp2((seen.m - m) * scale)
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
-            if result.joins(spot):
+            if result.is_final(out_tile):
                 l = sums.total(l, m, scale, at)
             o = seen.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
-            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, spot, given)
+            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, out_tile, given)
             if PARTS > 1:
                 block.sync()
-                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, spot, given)
+                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, out_tile, given)
             if PARTS > 2:
                 block.sync()
-                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, spot, given)
+                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, out_tile, given)
             if warp == 0:
-                result.store_sums(m + log2(l) / scale, scale, spot, given)
+                result.store_lse(m + log2(l) / scale, scale, out_tile, given)
             work = split.next(work, tokens, given)
             if work.left > 0:
                 block.sync()  # the addends are no longer read; values will come to their place

@@ -28,33 +28,33 @@ EACH = Parted()
 @dataclass(frozen=True)
 class Config:
     """The configuration of the kernel that joins the parts. dtype: of the output. sums: what is added to the sum of weights.
-    split: how keys were split. early: may it begin before the launch of attention has ended?"""
+    split: how keys were split. overlaps_previous: may it begin before the launch of attention has ended (PDL)?"""
 
     dtype: dtype
     sums: Variant
     split: Parted = EACH
-    early: bool = False
+    overlaps_previous: bool = False
     threads = LANES * WARPS
 
     def __str__(self):
         scores = f" {self.sums}" * (type(self.sums) is not Variant)
-        return f"{self.dtype}{scores} {self.split}" + " early" * self.early
+        return f"{self.dtype}{scores} {self.split}" + " PDL" * self.overlaps_previous
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    early, shared = has_early_launch(capability(arch)), Shares(Reach(False, False, False), 64)
-    yield from (Config(of, Variant(), split, early) for of in (bf16, fp16)[: 1 + everything] for split in (Parted(), shared))
+    pdl, shared = has_early_launch(capability(arch)), Shares(Reach(False, False, False), 64)
+    yield from (Config(of, Variant(), split, pdl) for of in (bf16, fp16)[: 1 + everything] for split in (Parted(), shared))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    sums, split, EARLY, PART = config.sums, config.split, config.early, rt(AT_ONCE, COLUMNS // WARPS, fp32)
+    sums, split, PDL, PART = config.sums, config.split, config.overlaps_previous, rt(AT_ONCE, COLUMNS // WARPS, fp32)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
-        parts: array(5), sums_: array(4), out: array(5, config.dtype), lse: array(4),
+        out_partial: array(5), lse_partial: array(4), out: array(5, config.dtype), lse: array(4),
         given: record(**sums.given, **split.given),
         heads: INT, rows: INT, slabs: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -68,11 +68,11 @@ def make(config: Config):
             col = int32(COLUMNS * slab + PART.cols * (cuda.threadIdx.x // LANES))
             m, l, o = float32(LOWEST_FLOAT), float32(0.0), zeros(PART.row_vec)
             for n in range(0, count, AT_ONCE):
-                if EARLY and n == 0:
+                if PDL and n == 0:
                     grid.follow()  # in the loop, before which the compiler puts all that computes addresses
                 exists = row_index(PART.col_vec) + n < count
-                sizes = load(sums_, PART.col_vec, (int32(first + n), of, head, row), cols=0)
-                part = load(parts, PART, (int32(first + n), of, head, row, col), 0, 4, True)
+                sizes = load(lse_partial, PART.col_vec, (int32(first + n), of, head, row), cols=0)
+                part = load(out_partial, PART, (int32(first + n), of, head, row, col), 0, 4, True)
                 sizes = where(exists, sizes, -math.inf)
                 most = max(m, tile_max(sizes))
                 lag, weights = exp2((m - most) * scale), exp2((sizes - most) * scale)
@@ -85,7 +85,7 @@ def make(config: Config):
             store(out, over_sum(o * lag, l), (sequence, token, head, member, col))
             if lse.shape[0] > 0:
                 lse[sequence, head, member, token] = (most * scale + log2(l)) * LN2
-        elif EARLY and cuda.blockIdx.x == 0:  # one block at least waits, so that this grid ends after that one
+        elif PDL and cuda.blockIdx.x == 0:  # one block at least waits, so that this grid ends after that one
             grid.wait()
 
     return combine, None

@@ -26,7 +26,7 @@ from ..online import LOWEST_FLOAT, Softmax, over_sum
 from ..variants import At, Variant, arrays_of
 from .feeds import ByTma, Gathered
 from .reach import Reach
-from .results import Either, Part, Spot, Whole
+from .results import FinalOrPartialOutput, FinalOutput, OutputTile, PartialOutput
 from .splits import Parted, Shares
 
 KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that divide the tiles of keys
@@ -47,12 +47,12 @@ class Config:
     variant: Variant
     reach: Reach
     feed: Any
-    result: Whole | Either
+    result: FinalOutput | FinalOrPartialOutput
     sums: Variant
     split: type[Parted]
     stages: int
     axes: tuple[int, ...] = ()
-    early = True  # it begins while the grid before it ends
+    overlaps_previous = True  # it begins while the grid before it ends
     band, kv, resident = warpgroup.ROWS, KV, 1  # rows of a tile, keys; blocks that a multiprocessor is to hold
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
@@ -69,8 +69,8 @@ class Config:
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, held: Along | None, result: Whole | Either,
-    sums: Variant, split: type[Parted], axes: tuple[int, ...] = (),
+    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, held: Along | None,
+    result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[Parted], axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered.
 
@@ -96,7 +96,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
         kinds: list[tuple[Along | None, bool]] = [(Along(), False), (None, False)]
         kinds += [(InPages(1), False), (InCaches(), True), (None, True)] * everything
         for of, dim, (held, parted) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
-            either, part = Either(Whole(of, PIECE), Part(of, PIECE)), Part(of, PIECE)
+            either, part = FinalOrPartialOutput(FinalOutput(of, PIECE), PartialOutput(of, PIECE)), PartialOutput(of, PIECE)
             result, split = (part, Parted) if parted else (either, Shares)
             yield config_for(dim, dim, of, plain, causal, held, result, plain, split)
 
@@ -118,7 +118,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GIVEN, BAND, AUX = config.dtype, config.given, config.band, arrays_of(config.axes)
     variant, reach, feed, result, sums = config.variant, config.reach, config.feed, config.result, config.sums
-    split, IN_PARTS, GATHERS = config.split(reach, KV), type(result) is not Whole, feed.writers > 0
+    split, IS_PARTIAL, GATHERS = config.split(reach, KV), type(result) is not FinalOutput, feed.writers > 0
     KEEP, CLAIM = GATHERING if GATHERS else BY_TMA
     K, V = st(KV, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
     QUERIES = st(BAND, config.head_dim, INPUT)
@@ -146,19 +146,19 @@ def make(config: Config):
         return first, int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV))), sees
 
     @inlined
-    def bring(pipes, gQ, spot, me):
+    def bring(pipes, gQ, out_tile, me):
         """Load the block's rows of Q into shared memory, done by both consumers. The rows of a token lie together; for the
         rows of other tokens zeros are loaded."""
         rank = warpgroup.rank()
         for i in range(me, PANELS, CONSUMERS):
             col = int32(Q.cols * i)
-            if spot.group == 1:  # a row is a token: one after the other they would take microseconds
-                x = load(gQ, Q, (spot.sequence, spot.row, spot.head, 0, col), 1, 4)
+            if out_tile.group == 1:  # a row is a token: one after the other they would take microseconds
+                x = load(gQ, Q, (out_tile.batch, out_tile.row, out_tile.head, 0, col), 1, 4)
             else:
                 x = zeros(Q)
-                for token in range(spot.first, spot.last + 1):
-                    row = int32(spot.row - token * spot.group)
-                    x = x + load(gQ, Q, (spot.sequence, token, spot.head, row, col), 3, 4)
+                for token in range(out_tile.first_token, out_tile.last_token + 1):
+                    row = int32(out_tile.row - token * out_tile.group)
+                    x = x + load(gQ, Q, (out_tile.batch, token, out_tile.head, row, col), 3, 4)
             store(subtile(pipes.q, 16, rank, Q.cols, i), x)
         warpgroup.sync_several(CONSUMERS)
 
@@ -180,7 +180,7 @@ def make(config: Config):
         return seen._replace(o=o)
 
     @inlined
-    def finish(seen, pipes, me, at, scale, spot, given):
+    def finish(seen, pipes, me, at, scale, out_tile, given):
         """Merge what both consumers have seen, and store it."""
         own = finish_sum(seen.l)
         warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
@@ -190,17 +190,17 @@ def make(config: Config):
         warpgroup.sync_several(CONSUMERS)
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
         m = maximum(seen.m, its_m)
-        if result.joins(spot):
+        if result.is_final(out_tile):
             m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
         mine, its = exp2((seen.m - m) * scale), exp2((its_m - m) * scale)
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
-        if result.joins(spot):
+        if result.is_final(out_tile):
             l = sums.total(l, m, scale, at)
         kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
         o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
-        result.store(over_sum(o, l), spot, int32(HALF * me), given)
+        result.store(over_sum(o, l), out_tile, int32(HALF * me), given)
         if me == 0:
-            result.store_sums(m + log2(l) / scale, scale, spot, given)
+            result.store_lse(m + log2(l) / scale, scale, out_tile, given)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -209,7 +209,7 @@ def make(config: Config):
     ):  # fmt: skip
         """See ampere.py."""
         q, k, v, other, tops, totals = smem.open()
-        if IN_PARTS:
+        if IS_PARTIAL:
             grid.release()  # the blocks that combine parts may begin, and wait
         grid.wait()
         rest, band = divmod(cuda.blockIdx.x, bands)
@@ -232,16 +232,16 @@ def make(config: Config):
             token = of_rows // group
             while work.left > 0:
                 sequence, whole = work.sequence, work.end - work.tile == work.tiles
-                spot = Spot(sequence, head, work.part, work.of, whole, mine, first_mine, last_mine, group)
+                out_tile = OutputTile(sequence, head, work.part, work.of, whole, mine, first_mine, last_mine, group)
                 first, n, sees = stretch(work, first_token, last_token, tokens, given)
                 inner = int32(sees.end - (last_token - first_token))
                 at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
                 at = at._replace(kept=variant.keep(at))
-                bring(pipes, gQ, spot, me)
+                bring(pipes, gQ, out_tile, me)
                 seen = softmax.begin(variant.floor)
                 for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
                     seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, at, scale, slack)
-                finish(seen, pipes, me, at, scale, spot, given)
+                finish(seen, pipes, me, at, scale, out_tile, given)
                 work, j = split.next(work, tokens, given), int32(j + n)
 
     return attend, smem

@@ -14,7 +14,7 @@ from tiles.targets import has_early_launch, has_fp8, is_hopper
 
 from ...cache import append as appending
 from ...cache import write_kernel
-from ...families import choose
+from ...families import choose_family
 from ..assembled import assembled
 from ..key_sources import Along, InCaches, InPages
 from ..launches import DTYPES, LOG2_E, over
@@ -27,7 +27,7 @@ from .caches import Dense, Indexed, Paged
 from .norms import Norms
 from .products import Narrow, NarrowByKey, Same
 from .reach import Everything, Growing, MaskedRows, Reach, ScoredRows, Sloped
-from .results import Either, Part, PartOfPacked, Whole
+from .results import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
 from .splits import Parted, Shares, idle, shares_for, splits_for
 from .tokens import Alike, OneBehindTheOther
 
@@ -36,7 +36,7 @@ BRIEF, MANY = 1024, 8  # keys, and blocks a multiprocessor: of so many short seq
 FP8, LEAST_PIECE = "float8_e4m3fn", 4  # copies by cp.async take so many bytes at least
 
 
-class Asked(NamedTuple):
+class DecodeOptions(NamedTuple):
     """What a call asks for: which keys tokens see, and what becomes of their scores. mask and score are functions, which read
     aux."""
 
@@ -89,7 +89,7 @@ def appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, 
 
 def of_many(
     problem: Problem,
-    asked: Asked,
+    options: DecodeOptions,
     before: Before,
     norms: Norms,
     most_keys: int,
@@ -98,7 +98,7 @@ def of_many(
     lse: Operand | None,
 ) -> Plan:
     """The Plan with tiles of query tokens of one head, which are forward's kernels."""
-    causal, left, right, softcap, scale, mask, score, aux = asked
+    causal, left, right, softcap, scale, mask, score, aux = options
     given = "alibi" in problem, None, "sink" in problem
     made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
     step = many_queries.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
@@ -119,7 +119,7 @@ def shared_out(problem: Problem, queries: int, keys: int, left: int | None = Non
 
 def of_few(
     problem: Problem,
-    asked: Asked,
+    options: DecodeOptions,
     before: Before,
     norms: Norms,
     cache: Dense,
@@ -134,17 +134,19 @@ def of_few(
     "sm_90" if that is asked for; otherwise Hopper's tiles serve what would take more than one of the smaller ones. ValueError:
     the family cannot serve the call."""
     batch, tokens, heads, head_dim, kv_heads, value_dim = problem("BSHDGV")
-    packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in asked.aux)
+    packed, axes = "cu_seqlens" in problem, tuple(len(x.form.shape) for x in options.aux)
     sequences = problem("N")[0] if packed else batch
     group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
     rows, piece = tokens * group, problem.bytes_at_once(*TILES)
     product, of_products = _product(problem)
-    reach, of_keys, seen = _reach(problem, asked, most_keys)
+    reach, of_keys, seen = _reach(problem, options, most_keys)
     of_keys |= before.told
-    variant, sums, unit, of_scores, of_sums = _scores(problem, asked, norms)
-    early, whole = has_early_launch(gpu.capability), Whole(dtype, piece)
+    variant, sums, unit, of_scores, of_sums = _scores(problem, options, norms)
+    pdl, whole = has_early_launch(gpu.capability), FinalOutput(dtype, piece)
     lie, part, each = (
-        (OneBehindTheOther, PartOfPacked(dtype, piece), -(-rows // sequences)) if packed else (Alike, Part(dtype, piece), rows)
+        (OneBehindTheOther, PackedPartialOutput(dtype, piece), -(-rows // sequences))
+        if packed
+        else (Alike, PartialOutput(dtype, piece), rows)
     )
 
     plain = type(product) is Same and not packed and not norms.rows and not norms.keys.prepares
@@ -153,14 +155,14 @@ def of_few(
             "family: of few query tokens sm_90's tiles take caches of q's dtype, a batch a sequence, and no norms: "
             f"{family=} (the default, None, takes these)"
         )
-    tma = choose(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > ampere.MOST)
-    kernels, held = (hopper, _held(problem, asked)) if tma else (ampere, None)
+    tma = choose_family(problem, family, problem.by_tma and plain) == "sm_90" and (family == "sm_90" or each > ampere.MOST)
+    kernels, held = (hopper, _held(problem, options)) if tma else (ampere, None)
 
-    def config(split: type[Parted], result: Whole | Either) -> Any:
+    def config(split: type[Parted], result: FinalOutput | FinalOrPartialOutput) -> Any:
         joins = Variant() if result is part else sums
         if tma:
             return hopper.config_for(head_dim, value_dim, dtype, variant, reach, held, result, joins, split, axes)
-        kind = variant, reach, cache, result, joins, split, early
+        kind = variant, reach, cache, result, joins, split, pdl
         shape = each > ampere.BAND, gpu.shared_bytes, lie, axes, norms.keys
         return ampere.config_for(head_dim, value_dim, product, *kind, *shape, brief)
 
@@ -174,7 +176,7 @@ def of_few(
         number, evenly = 1, False
     elif evenly:
         reach = Growing(reach.left, reach.right, reach.padded) if "k_new" in problem else reach
-        chosen = config(Shares, Either(whole, part))
+        chosen = config(Shares, FinalOrPartialOutput(whole, part))
         number = shares_for(kv_heads * bands, chosen.resident * gpu.processors)
     else:
         number = splits_for(batch * kv_heads * bands, -(-seen // chosen.kv), gpu.processors)
@@ -192,12 +194,12 @@ def of_few(
         else:
             chosen = config(Parted, part)
         shapes = (*places, kv_heads, rows, value_dim), (*places, kv_heads, rows)
-        parts, weights = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
+        out_partial, lse_partial = [problem.scratch(n, shape, "float32") for n, shape in enumerate(shapes, len(scratch))]
         scratch = [*scratch, *((shape, "float32") for shape in shapes)]
-        last, slabs = combine.Config(dtype, sums, split, early), -(-value_dim // combine.COLUMNS)
-        given = {"parts": parts, "sums_": weights, "rows": rows, "slabs": slabs, **told, **to, **of_split}
+        last, slabs = combine.Config(dtype, sums, split, pdl), -(-value_dim // combine.COLUMNS)
+        given = {"out_partial": out_partial, "lse_partial": lse_partial, "rows": rows, "slabs": slabs, **told, **to, **of_split}
         steps.append(kernel_for(combine, last, problem.device).bind(ends * kv_heads * rows * slabs, **given))
-        to = {"parts": parts, "sums": weights, **(to if evenly else {})}
+        to = {"out_partial": out_partial, "lse_partial": lse_partial, **(to if evenly else {})}
     sized = {"page_size": problem("T")[0]} if held is not None and held.paged else {}
     first = kernel_for(kernels, chosen, problem.device).bind(
         blocks * kv_heads * bands,
@@ -207,7 +209,7 @@ def of_few(
         bands=bands,
         slack=SLACK / (unit * LOG2_E),
         **({"ends": problem["cu_seqlens"]} if packed else {}),
-        **{f"aux{n}": x for n, x in enumerate(asked.aux)},
+        **{f"aux{n}": x for n, x in enumerate(options.aux)},
         **told,
         **of_cache,
         **sized,
@@ -237,10 +239,10 @@ def cache_of(problem: Problem) -> tuple[Dense, int, dict[str, Operand]]:
     return Dense(piece), rows, {}
 
 
-def _held(problem: Problem, asked: Asked) -> Along | None:
+def _held(problem: Problem, options: DecodeOptions) -> Along | None:
     """How TMA finds keys. None if it cannot, because tiles may begin anywhere in a page, or span several pages."""
     if "pages" in problem:
-        whole = problem("T")[0] % hopper.KV == 0 and "leftpad" not in problem and asked.left is None
+        whole = problem("T")[0] % hopper.KV == 0 and "leftpad" not in problem and options.left is None
         return InPages(1) if whole else None
     return InCaches() if "batch_index" in problem else Along()
 
@@ -280,10 +282,10 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
     return Narrow(dtype, bool(scaled)), told if scaled else {}
 
 
-def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[str, Any], int]:
+def _reach(problem: Problem, options: DecodeOptions, most_keys: int) -> tuple[Reach, dict[str, Any], int]:
     """(which keys tokens see, the kernel's arguments for it, the most keys that the rows of a tile see). A single token is at
     the last key, so it sees no later one, whatever its window is."""
-    (tokens,), left, right = problem("S"), asked.left, 0 if asked.causal else asked.right
+    (tokens,), left, right = problem("S"), options.left, 0 if options.causal else options.right
     if tokens == 1 and "cu_seqlens" not in problem:
         right = None
     told: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}
@@ -293,21 +295,23 @@ def _reach(problem: Problem, asked: Asked, most_keys: int) -> tuple[Reach, dict[
     return kind(left is not None, right is not None, "leftpad" in problem), told, seen
 
 
-def _scores(problem: Problem, asked: Asked, norms: Norms) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
+def _scores(
+    problem: Problem, options: DecodeOptions, norms: Norms
+) -> tuple[Variant, Variant, float, dict[str, Any], dict[str, Any]]:
     """(the variant, what is added to the sum of weights, the unit of scores, the kernel's arguments for the variant, those for
     the sum)"""
-    parts, told, unit = [*norms.rows], {**norms.of_queries}, asked.scale
-    if asked.softcap is not None:
+    parts, told, unit = [*norms.rows], {**norms.of_queries}, options.scale
+    if options.softcap is not None:
         parts.append(Capped())
-        told["per_cap"], unit = unit / asked.softcap, asked.softcap
+        told["per_cap"], unit = unit / options.softcap, options.softcap
     if "alibi" in problem:
         parts.append(Sloped())
         told |= {"slopes": over(problem, "alibi", "NH"), "per_slope": 1 / unit}
-    if asked.score is not None:
-        parts.append(ScoredRows(asked.score))
+    if options.score is not None:
+        parts.append(ScoredRows(options.score))
         told["score_unit"], unit = unit, 1.0
-    if asked.mask is not None:
-        parts.append(MaskedRows(asked.mask))
+    if options.mask is not None:
+        parts.append(MaskedRows(options.mask))
     variant = functools.reduce(Both, parts) if parts else Variant()
     if "sink" not in problem:
         return variant, Variant(), unit, told, {}

@@ -10,7 +10,7 @@ from tiles.arrays import Operand
 from tiles.program import Step
 from tiles.schema import Problem
 
-from ...families import choose
+from ...families import choose_family
 from ..assembled import Assembled
 from ..key_sources import Along, InCaches, InPages
 from ..launches import Shape, config_of, launch, variant_arrays
@@ -43,7 +43,7 @@ def planned(
             f"family: sm_90 takes pages of a multiple of {EIGHT} keys, and no leftpad where there are pages: "
             f"k.shape={problem.shape('k')}, {family=} (the default, None, takes them)"
         )
-    tma = choose(problem, family, problem.by_tma and parts > 0) == "sm_90"
+    tma = choose_family(problem, family, problem.by_tma and parts > 0) == "sm_90"
     config: Shape = hopper if tma else config_of(problem, made, False, most_keys, **kind)
     if tma and paged:
         config = replace(hopper, held=InPages(parts, "left" in made.variant.given))

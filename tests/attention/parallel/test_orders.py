@@ -16,7 +16,7 @@ from attention.parallel.orders import Contiguous, Span, Zigzag, count, merged, o
 from attention.parallel.peers import Peers, Pending
 from attention.parallel.pieces import Call
 from attention.parallel.ring import Ring
-from attention.reference.scores import Variant
+from attention.reference.scores import ReferenceVariant
 
 ORDERS = st.sampled_from([Zigzag(), Contiguous(), Zigzag(64), Contiguous(1)])
 
@@ -64,7 +64,7 @@ WINDOWS = st.sampled_from([None, (7, None), (0, 0), (30, 4), (None, 9), (200, 0)
 def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order, causal, window, by_ring):
     keys = length + more - 20 if length + more > 20 else length
     told = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
-    one, whole = call(length, keys, **told), Variant(causal=causal, window=window)
+    one, whole = call(length, keys, **told), ReferenceVariant(causal=causal, window=window)
     found = np.zeros((length, keys), int)
     shares = [span for spans in order.spans(keys, world) for span in spans]
     for q in [span for spans in order.spans(length, world) for span in spans]:
@@ -73,11 +73,11 @@ def test_pieces_see_what_the_whole_sees_each_key_once(length, more, world, order
             if part is None:
                 continue
             i, j = np.arange(len(part.rows))[:, None], np.arange(len(part.keys))[None]
-            seen = Variant(causal=part.options.get("causal", False), window=part.options.get("window"))
+            seen = ReferenceVariant(causal=part.options.get("causal", False), window=part.options.get("window"))
             rows, columns = slice(*part.rows), slice(*part.keys)
-            found[rows, columns] += seen.seen(0, 0, i, j, len(part.keys) - len(part.rows))
+            found[rows, columns] += seen.visible(0, 0, i, j, len(part.keys) - len(part.rows))
     i, j = np.arange(length)[:, None], np.arange(keys)[None]
-    np.testing.assert_array_equal(found, whole.seen(0, 0, i, j, keys - length))
+    np.testing.assert_array_equal(found, whole.visible(0, 0, i, j, keys - length))
 
 
 @settings(max_examples=100)
@@ -86,7 +86,7 @@ def test_ring_sees_what_the_whole_sees_in_few_calls(length, world, order, causal
     """Of each share what its calls see, where neighbours are one and where parts of queries are. Causal attention of even parts
     takes a call a share."""
     told = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
-    one, whole, spans = call(length, length, **told), Variant(causal=causal, window=window), order.spans(length, world)
+    one, whole, spans = call(length, length, **told), ReferenceVariant(causal=causal, window=window), order.spans(length, world)
     every = [np.array([n for span in mine for n in range(*span)], int) for mine in spans]
     found, even = np.zeros((length, length), int), length % (2 * world * order.block) == 0 and world > 1
     for rank in range(world):
@@ -97,12 +97,12 @@ def test_ring_sees_what_the_whole_sees_in_few_calls(length, world, order, causal
                 for (rows, seen, part), _ in parts:
                     i, j = every[rank][rows], every[share][seen]
                     ends = part.options.get("lengths_k", torch.tensor([[len(j)]])).flatten().tolist()
-                    its = Variant(causal=part.options.get("causal", False), window=part.options.get("window"))
+                    its = ReferenceVariant(causal=part.options.get("causal", False), window=part.options.get("window"))
                     for mine, end in zip(np.split(i, len(ends)), ends):
                         a, b = np.arange(len(mine))[:, None], np.arange(end)[None]
-                        found[np.ix_(mine, j[:end])] += its.seen(0, 0, a, b, end - len(mine))
+                        found[np.ix_(mine, j[:end])] += its.visible(0, 0, a, b, end - len(mine))
     i, j = np.arange(length)[:, None], np.arange(length)[None]
-    np.testing.assert_array_equal(found, whole.seen(0, 0, i, j, 0))
+    np.testing.assert_array_equal(found, whole.visible(0, 0, i, j, 0))
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=4))

@@ -19,7 +19,7 @@ DECAYS = "none", "head", "token"
 def by_copies(monkeypatch, nothing_known):
     """Nothing comes by TMA, and nothing is walked."""
     for module in of_decays, of_steps:
-        monkeypatch.setattr(module, "choose", lambda *_: "sm_80")
+        monkeypatch.setattr(module, "choose_family", lambda *_: "sm_80")
     monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("token by token"))
 
 

@@ -160,14 +160,14 @@ def test_both_passes_apart_are_what_they_are_together(place, monkeypatch, nothin
     given = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
     wanted, state = (place.get(x) for x in linear(**given, return_state=True, family=family))
     first = given.pop("initial_state")
-    local, total = members.left_by_segments(**given, family=family)
+    local, total = members.segment_states(**given, family=family)
     q, k, v = (given.pop(name) for name in "qkv")
-    out = members.going_on(q, k, v, local, total, **given, initial_state=first, family=family)
+    out = members.outputs_from_segments(q, k, v, local, total, **given, initial_state=first, family=family)
     np.testing.assert_array_equal(place.get(out), wanted)
     first, kept = place.get(first), np.exp2(place.get(total).sum(2))
     m, left = (place.put(np.full(shape, np.nan, f32)) for shape in (kept.shape, (*kept.shape[:2], 16, 16)))
     for begin, missing in (place.put(first.swapaxes(2, 3)), 0), (None, first * kept[..., None]):
-        members.left_together(local, total, begin, m, left)
+        members.compose_segment_states(local, total, begin, m, left)
         np.testing.assert_allclose(place.get(left).swapaxes(2, 3) + missing, state, rtol=1e-5, atol=1e-4)
         np.testing.assert_allclose(place.get(m), kept, rtol=1e-5)
 

@@ -84,7 +84,8 @@ CASES = {
     "score, capped": dict(score=lambda s, b, h, i, j, of: s * of[h], aux=(np.array([2, 1], F32),), softcap=2.0, causal=True),
     "score, sink": dict(score=lambda s, b, h, i, j: abs(s) * 2.0 - s, sink=np.array([1.5, 2], F32)),
     "slopes built in and in Python, a bias, of each sequence": dict(
-        alibi=np.array([0.05, 0.1], F32), score=lambda s, b, h, i, j: s + 0.1 * (j - i) * (h + b), bias=numbers(2, HEADS, 1, COLS)
+        alibi=np.array([0.05, 0.1], F32), bias=numbers(2, HEADS, 1, COLS),
+        score=lambda s, b, h, i, j: s + 0.1 * (j - i) * (h + b),
     ),
     "everything": dict(
         window=(80, 20), softcap=3.0, alibi=np.array([0.05, 0.1], F32), bias=numbers(1, HEADS, 1, COLS), sink=numbers(HEADS),
