@@ -239,13 +239,13 @@ def make(config: Config):
         k, v, q, do, ds_tile = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
-        number, batch, partial = sequences.find_keys(number, pair, heads, KV, given)
-        head_group, split = divmod(partial, splits)
+        number, batch, dkv_head = sequences.find_keys(number, pair, heads, KV, given)
+        head_group, split = divmod(dkv_head, splits)
         seq, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
             some, row = sequences.nobodys_keys(key, batch, KV, given)
             if some:
-                at_keys = int32(0), int32(row + OWN * warp), partial, 0
+                at_keys = int32(0), int32(row + OWN * warp), dkv_head, 0
                 result.store(gDK, zeros(DK), at_keys, PIECE)
                 result.store(gDV, zeros(DV), at_keys, PIECE)
         if not sequences.has_keys(key, batch, given):
@@ -257,10 +257,10 @@ def make(config: Config):
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, warp_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
         at = At(batch, group * head_group, int32(0), int32(seq.keys - seq.queries), seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
         first = int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, at, group))
         tiles, above = int32(group * q_tiles.n), sequences.first_tile(batch, given)
-        kv_head, _ = divmod(partial, partials)
+        kv_head, _ = divmod(dkv_head, partials)
         k.fill(0, gK, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
         v.fill(0, gV, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
         q.fill(0, gQ, (seq.batch, first, group * head_group, 0), 1, 3, tiles, PIECE)
@@ -303,11 +303,11 @@ def make(config: Config):
             head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
         row = seq.key + warp_key
         if not SPLIT:
-            result.store(gDK, sums[0] * unit, (seq.batch, row, partial, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], at), (seq.batch, row, partial, 0), PIECE)
+            result.store(gDK, sums[0] * unit, (seq.batch, row, dkv_head, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], at), (seq.batch, row, dkv_head, 0), PIECE)
         elif warp >= OWNERS:
-            result.store(gDK, sums * unit, (seq.batch, row, partial, 0), PIECE)
+            result.store(gDK, sums * unit, (seq.batch, row, dkv_head, 0), PIECE)
         else:
-            result.store(gDV, variant.output(sums, at), (seq.batch, row, partial, 0), PIECE)
+            result.store(gDV, variant.output(sums, at), (seq.batch, row, dkv_head, 0), PIECE)
 
     return attend, smem

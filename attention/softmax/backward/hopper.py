@@ -97,10 +97,10 @@ def make(config: Config):
     load_tiles, add_dq = hopper_pipeline.make_load(config, ahead=True), hopper_pipeline.make_add_dq(config)
 
     @inlined
-    def columns(tile, cols, partial):
+    def columns(tile, cols, dkv_head):
         """A consumer's columns of a tile."""
         if COLUMN_SPLITS > 1:
-            return subtile(tile, ROWS, 0, cols, partial)
+            return subtile(tile, ROWS, 0, cols, dkv_head)
         else:
             return tile
 
@@ -179,25 +179,25 @@ def make(config: Config):
         wg = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
-        block, batch, partial = sequences.find_keys(block, pair, heads, KV, given)
-        head_group, split = divmod(partial, splits)
+        block, batch, dkv_head = sequences.find_keys(block, pair, heads, KV, given)
+        head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, given), int32(KV * block)
         if sequences.packed and wg < CONSUMERS:
             some, row = sequences.nobodys_keys(key, batch, KV, given)
             if some:
-                at_keys = int32(0), int32(row + EACH * (wg // COLUMN_SPLITS)), partial
+                at_keys = int32(0), int32(row + EACH * (wg // COLUMN_SPLITS)), dkv_head
                 result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % COLUMN_SPLITS)))
                 result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % COLUMN_SPLITS)))
         if not sequences.has_keys(key, batch, given):
             return
         at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
         above = sequences.first_tile(batch, given)
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(partial, partials)[0], q_tiles, key, at, group, above)
+                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, at, group, above)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
                 add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, above)
         else:
@@ -230,7 +230,7 @@ def make(config: Config):
             if sequences.packed:
                 end = sequences.last_key(batch, given)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            result.store_warpgroup(gDK, dk * unit, (seq.batch, row, partial, K_COLS * (wg % COLUMN_SPLITS)))
-            result.store_warpgroup(gDV, variant.output(dv, at), (seq.batch, row, partial, V_COLS * (wg % COLUMN_SPLITS)))
+            result.store_warpgroup(gDK, dk * unit, (seq.batch, row, dkv_head, K_COLS * (wg % COLUMN_SPLITS)))
+            result.store_warpgroup(gDV, variant.output(dv, at), (seq.batch, row, dkv_head, V_COLS * (wg % COLUMN_SPLITS)))
 
     return attend, smem

@@ -136,17 +136,17 @@ def make(config: Config):
         grid.follow()
         wg = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
-        batch, partial = divmod(pair, heads)
-        head_group, split = divmod(partial, splits)
+        batch, dkv_head = divmod(pair, heads)
+        head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(partial, partials)[0], q_tiles, key, at, group, 0)
+                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, at, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
                 add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, 0)
         else:
@@ -180,7 +180,7 @@ def make(config: Config):
                     stored(j, warpgroup.wait(parts.issue(wg, ds_ring.wait(j), k.wait(0))), rings, wg)
                     dq_ring.publish(PARTS * j + wg)
             row = seq.key + key + EACH * wg
-            warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, partial, 0), 1, 3, True)
-            warpgroup.store(gDV, INPUT(dv), (seq.batch, row, partial, 0), 1, 3, True)
+            warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, dkv_head, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row, dkv_head, 0), 1, 3, True)
 
     return attend, smem

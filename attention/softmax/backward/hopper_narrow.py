@@ -166,17 +166,17 @@ def make(config: Config):
         grid.follow()
         wg = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
-        batch, partial = divmod(pair, heads)
-        head_group, split = divmod(partial, splits)
+        batch, dkv_head = divmod(pair, heads)
+        head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
         tiles, row = int32(group * q_tiles.n), seq.key + key
         if wg == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(partial, partials)[0], q_tiles, key, at, group, 0)
+                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, at, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
                 add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, 0)
         elif wg == GATHERER:
@@ -186,7 +186,7 @@ def make(config: Config):
                 k_tile = k.wait(0)
                 for j in range(tiles):
                     dk = gathered(int32(j), dk, rings, k_tile)
-            store(gDK, transpose(INPUT(dk * unit)), (seq.batch, row, partial, 16 * warpgroup.rank()), 1, 3, True)
+            store(gDK, transpose(INPUT(dk * unit)), (seq.batch, row, dkv_head, 16 * warpgroup.rank()), 1, 3, True)
         else:
             warpgroup.claim_registers(claim)
             if TURNS:
@@ -207,6 +207,6 @@ def make(config: Config):
                     masked = tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i))
                     dv = step(int32(j), dv, masked, rings, keys, values, here, key, scale)
                 publish(last, rings)
-            warpgroup.store(gDV, INPUT(dv), (seq.batch, row + EACH * wg, partial, 0), 1, 3, True)
+            warpgroup.store(gDV, INPUT(dv), (seq.batch, row + EACH * wg, dkv_head, 0), 1, 3, True)
 
     return attend, smem

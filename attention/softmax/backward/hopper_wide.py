@@ -132,15 +132,15 @@ def make(config: Config):
         grid.follow()
         wg = warpgroup.id()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
-        batch, partial = divmod(pair, heads)
-        head_group, split = divmod(partial, splits)
+        batch, dkv_head = divmod(pair, heads)
+        head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, given), int32(KV * block)
         at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.tiles(key, at, group), split, splits)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
-            kv_head, _ = divmod(partial, partials)
+            kv_head, _ = divmod(dkv_head, partials)
             k.fill(0, gK, (seq.batch, block, kv_head))
             head, tile = int32(group * head_group), int32(q_tiles.first)
             for j in range(tiles):
@@ -174,7 +174,7 @@ def make(config: Config):
                         weights = handed(j, found, p)
                     dv = warpgroup.wait(warpgroup.mma_AB(dv, weights, do.wait(tiles - 1)))
                     do.release(tiles - 1)
-                warpgroup.store(gDV, INPUT(dv), (seq.batch, row, partial, 0), 1, 3, True)
+                warpgroup.store(gDV, INPUT(dv), (seq.batch, row, dkv_head, 0), 1, 3, True)
             else:
                 dk = zeros(DK)
                 if tiles > 0:
@@ -193,6 +193,6 @@ def make(config: Config):
                         slope = INPUT(sloped(j, dp, p, lse_delta))
                     dk = warpgroup.wait(warpgroup.mma_AB(dk, slope, q.wait(tiles - 1)))
                     q.release(tiles - 1)
-                warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, partial, 0), 1, 3, True)
+                warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, dkv_head, 0), 1, 3, True)
 
     return attend, smem

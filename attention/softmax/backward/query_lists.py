@@ -114,7 +114,7 @@ class BuildQueryLists:
             pair, block = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(pair, heads)
             at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
-            q_tiles = tiling.tiles(int32(KV * block), at, group)
+            q_tiles = tiling.query_tiles(int32(KV * block), at, group)
             some, whole, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
             for i in range(q_tiles.n):
                 tile = int32(q_tiles.first + i)
@@ -158,7 +158,7 @@ class RankKeyBlocks(BuildQueryLists):
             before = int32(0)
             for block in range(blocks):
                 at.given.ranks[batch, head, tile, block] = before
-                q_tiles = tiling.tiles(int32(KV * block), at, group)
+                q_tiles = tiling.query_tiles(int32(KV * block), at, group)
                 if q_tiles.first <= tile < q_tiles.first + q_tiles.n:
                     found = class_of(at.given.classes, batch, group * head, group, tile, int32(block))
                     before = int32(before + (found > 0))

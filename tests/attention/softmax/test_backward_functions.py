@@ -96,7 +96,7 @@ def test_tiles_and_blocks_are_the_same_from_both_sides(variant):
         blocks, tiles = range(-(-keys // 32)), range(-(-queries // 64))
         asked = [tiling.key_blocks(64 * tile, at) for tile in tiles]
         for block in blocks:
-            seen = query_tiling.tiles(32 * block, at, 1)
+            seen = query_tiling.query_tiles(32 * block, at, 1)
             for tile in range(seen.first, seen.first + seen.n):
                 assert asked[tile].first <= block < asked[tile].first + asked[tile].n
 

@@ -74,7 +74,7 @@ def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
     begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:
-        every = tiling.tiles(config.kv * block, at, 1)
+        every = tiling.query_tiles(config.kv * block, at, 1)
         for tile in range(every.first, every.first + every.n):
             assert order.prior_adds(tiling, block, tile, at, 1) == added[pair, tile]
             added[pair, tile] += 1
@@ -92,7 +92,7 @@ def test_who_stores_heads_the_others(module, head_dim, lengths):
     begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:
-        every = tiling.tiles(config.kv * block, at, 1)
+        every = tiling.query_tiles(config.kv * block, at, 1)
         seen = [(order.prior_adds(tiling, block, tile, at, 1), pair, tile) for tile in range(every.first, every.first + every.n)]
         assert seen == sorted(seen, key=lambda x: x[0])
         for behind, *place in seen:
