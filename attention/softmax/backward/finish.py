@@ -1,4 +1,5 @@
-"""Runs after the main kernel of the gradients: makes dQ of its sums, which are float32 and in the order of the tensor cores."""
+"""The kernel that runs after the main kernel of the gradients: it converts the sums of dQ, which are in float32 and in the order
+in which the tensor cores leave them, to the array dQ."""
 
 import functools
 import itertools
@@ -17,12 +18,12 @@ from . import ampere, hopper
 from .dq_parts import RowParts
 from .results import StoreGradient
 
-WARPS = 4  # of a thread block
+WARPS = 4  # warps of a thread block
 
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's configuration: how dQ is cut, how sequences lie, how the gradient is stored, and whether the kernel begins
+    """The kernel's configuration: the parts that dQ is summed in, the layout of sequences, how the gradient is stored, and whether the kernel begins
     while the main kernel's grid ends."""
 
     parts: RowParts
@@ -33,12 +34,10 @@ class Config:
 
     @property
     def sequences(self) -> Batched:
-        """How they lie."""
         return self.lie(self.parts.queries)
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of sequences."""
         return record(**self.sequences.given)
 
     def __str__(self):
@@ -50,12 +49,12 @@ class Config:
 
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
-    """The configuration that finishes what this kernel began."""
+    """The configuration that converts the sums of dQ of this main kernel."""
     return Config(config.parts, config.result, lie=config.lie, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with: what the main kernel's are."""
+    """Configurations to compile and inspect for an architecture: one for each of the main kernel's."""
     configs = itertools.chain.from_iterable(module.space(arch, everything) for module in (hopper, ampere))
     yield from dict.fromkeys(config_of(config) for config in configs if not config.single_block)
 
@@ -68,7 +67,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def finish(gDQAccum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
-        """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
+        """dQ = `unit` times its sums for a query tile, one of the `blocks` of a head; 0 for rows of no sequence."""
         if PDL:
             grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)

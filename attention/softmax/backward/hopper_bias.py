@@ -1,8 +1,8 @@
-"""The gradient of a bias that has a number for each score, for Hopper: bias.py for a bias whose tiles TMA brings.
+"""The gradient of a bias that has an element for each score, for Hopper: bias.py for a bias whose tiles TMA loads.
 
-A thread block goes through its share of the tiles of dBias. For each tile it sums dS over the heads and batches that share the
-tile, in registers and in a fixed order. Scores and dP are computed once more, which is two of the five products of backward.
-The producer works ahead, so that the arrays for the next tile arrive while the sum of this one is written."""
+A thread block goes through several tiles of dBias. For each tile it sums dS over the heads and batches that share the tile, in
+registers and in a fixed order. Scores and dP are computed once more, which is two of the five products of backward. The
+producer works ahead, so that the arrays for the next tile arrive while the sum of this one is stored."""
 
 import functools
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ STAGES = 2
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A kernel's shape. others: queries of the main kernel's tiles, for whose rows `prepare` left two numbers each. adds: the
-    gradient is added to what the array holds."""
+    """The kernel's configuration. main_rows: queries of the main kernel's tiles, in which `prepare` stores lse and delta.
+    accumulate: is the gradient added to what the array holds?"""
 
     main_rows: int = field(kw_only=True)
     accumulate: bool = field(default=False, kw_only=True)
@@ -41,11 +41,11 @@ class Config(BaseConfig):
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers and one producer warpgroup."""
+        """The number of threads of a thread block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (CONSUMERS + 1)
 
     def __str__(self):
-        return super().__str__() + f", {self.main_rows} others" + ", adds" * self.accumulate
+        return super().__str__() + f", {self.main_rows} main rows" + ", accumulates" * self.accumulate
 
 
 def serves(main: BackwardConfig, read: BiasRead) -> bool:
@@ -56,13 +56,13 @@ def serves(main: BackwardConfig, read: BiasRead) -> bool:
 
 
 def config_for(main: BackwardConfig) -> Config:
-    """The configuration that serves where this is the main kernel's."""
+    """The configuration that goes with this main kernel."""
     shape = main.head_dim, main.value_dim, main.dtype, main.variant, KV[main.head_dim]
     return Config(*shape, axes=main.axes, main_rows=main.rows, accumulate=main.accumulate)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
         for head_dim, main_rows in ((64, 128), (128, 64)):
             variant = Both(CAUSAL, BiasedByTile(True, False, bf16))
@@ -74,7 +74,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, COLS, EACH, MAIN_ROWS = config.rows, config.kv, warpgroup.ROWS, config.main_rows
     GIVEN, AUX, variant, tiling, brought = config.given, config.aux, config.variant, config.tiling, config.brought
-    sequences, result, (keep, claim) = config.sequences, float32_output(config.accumulate), REGISTERS
+    sequences, result, REGISTER_COUNTS = config.sequences, float32_output(config.accumulate), REGISTERS
     S, readers = rt(16, COLS, fp32), CONSUMERS * warpgroup.WARPGROUP
     DOUT = st(ROWS, config.value_dim, config.dtype)
     smem = shared(
@@ -86,30 +86,30 @@ def make(config: Config):
     )
 
     @inlined
-    def place(m, own_heads, own_tiles, blocks, given, aux):
-        """(the At of the m-th tile's first query and head, its first key, do its queries see any of its keys, must scores be
-        masked?)"""
+    def tile_of(m, bias_heads, bias_tiles, blocks, given, aux):
+        """(the context of the m-th tile's first query and head, its first key, do its queries see any of its keys, must its
+        scores be masked?)"""
         rest, number = divmod(int32(m), blocks)
-        rest, tile = divmod(rest, own_tiles)
-        batch, head = divmod(rest, own_heads)
+        rest, tile = divmod(rest, bias_tiles)
+        batch, head = divmod(rest, bias_heads)
         seq, row, key = sequences.sequence(batch, given), int32(ROWS * tile), int32(COLS * number)
         at = At(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        visible = variant.keys(row, row + ROWS - 1, at)
-        masked = key < visible.inner_first or key + COLS > visible.inner_end
-        return at, key, visible.first < key + COLS and key < visible.end, masked
+        keys = variant.keys(row, row + ROWS - 1, at)
+        masked = key < keys.inner_first or key + COLS > keys.inner_end
+        return at, key, keys.first < key + COLS and key < keys.end, masked
 
     @inlined
-    def slope(n, tile, rings, gLseDelta, at, key, masked, wg, scale):
-        """dS of a consumer's rows, for the n-th tiles of queries and keys that arrived."""
+    def compute_ds(n, tile, rings, gLseDelta, at, key, masked, wg, scale):
+        """dS of a consumer's rows, for the n-th tiles of Q, dO, K and V that the producer loaded."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, wg), k.wait(n))
         values = v.wait(n)
         clear_ahead(values, tiling.unseen_ahead(key, at), CONSUMERS)
         clear_behind(values, tiling.unseen_behind(key + COLS, at), CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, wg), values)
-        numbers = int32(2 * MAIN_ROWS * (at.row // MAIN_ROWS) + at.row % MAIN_ROWS)
-        lse = load(gLseDelta, S.col_vec, (at.batch, at.head, numbers))
-        delta = load(gLseDelta, S.col_vec, (at.batch, at.head, int32(numbers + MAIN_ROWS)))
+        index = int32(2 * MAIN_ROWS * (at.row // MAIN_ROWS) + at.row % MAIN_ROWS)
+        lse = load(gLseDelta, S.col_vec, (at.batch, at.head, index))
+        delta = load(gLseDelta, S.col_vec, (at.batch, at.head, int32(index + MAIN_ROWS)))
         at = brought.own_rows(tile, at._replace(kept=variant.keep(at)), wg)
         s = warpgroup.wait(s, newer=1)
         q.release(n)
@@ -124,19 +124,19 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value), gDO: tiled(DOUT), gLseDelta: array(3),
-        gDBias: array(4), given: GIVEN, aux: AUX, dbias_tiles: INT, own_heads: INT, own_tiles: INT, blocks: INT, batches: INT,
+        gDBias: array(4), given: GIVEN, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT,
         heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A share of `every` tile of dBias, which has `own_heads` heads, `own_tiles` tiles of queries and `blocks` of keys;
-        `batches` and `heads` share each. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key
+        """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads` heads,
+        `bias_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key
         head."""
         q, k, v, do, tiles = brought.open(smem)
         wg = warpgroup.id()
-        t = n = int32(0)  # tiles, and their queries and keys, so far
+        t = n = int32(0)  # dBias tiles, and tiles of Q and K, so far
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
-                at, key, visible, _ = place(m, own_heads, own_tiles, blocks, given, aux)
+                at, key, visible, _ = tile_of(m, bias_heads, bias_tiles, blocks, given, aux)
                 if visible:
                     brought.fill(tiles, t, given, (at.batch, at.head, at.row, key // COLS))
                     for i in range(batches * heads):
@@ -152,17 +152,17 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             rings = q, k, v, do
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
-                at, key, visible, masked = place(m, own_heads, own_tiles, blocks, given, aux)
-                mine, total = int32(at.row + EACH * wg + S.rows * warpgroup.rank()), zeros(S)
+                at, key, visible, masked = tile_of(m, bias_heads, bias_tiles, blocks, given, aux)
+                row, total = int32(at.row + EACH * wg + S.rows * warpgroup.rank()), zeros(S)
                 if visible:
                     tile = tiles.wait(t)
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
-                        here = at._replace(batch=int32(at.batch + batch), head=int32(at.head + head), row=mine)
-                        total = total + slope(n, tile, rings, gLseDelta, here, key, masked, wg, scale)
+                        here = at._replace(batch=int32(at.batch + batch), head=int32(at.head + head), row=row)
+                        total = total + compute_ds(n, tile, rings, gLseDelta, here, key, masked, wg, scale)
                         n = int32(n + 1)
                     brought.give_back(tiles, t)
                     t = int32(t + 1)
-                result.store_tile(gDBias, total, (at.batch, at.head, mine, key))
+                result.store_tile(gDBias, total, (at.batch, at.head, row, key))
 
     return biased, smem

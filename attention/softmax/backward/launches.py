@@ -183,7 +183,7 @@ def _bind_prepare(problem: Problem, config: prepare.Config, lse_delta: Any, dq_a
     """The launch that finds two numbers of each query, and clears the sums."""
     batch, heads = problem("BH")
     dlse = {} if (x := problem["dlse"]) is None else {"dlse": x}
-    return kernel_for(prepare, replace(config, of_lse=bool(dlse)), problem.device).bind(
+    return kernel_for(prepare, replace(config, has_dlse=bool(dlse)), problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
         gDO=problem["dout"],

@@ -1,7 +1,7 @@
 """Scores, computed once more for the gradients of what they depend on besides q and k: a bias, ALiBi's slopes, arrays that a
-score in Python reads. Each gradient is a sum, over the scores that read an element, of dS times a derivative. Kernels of their
-own take these sums in a fixed order: bias.py, elements.py. This module has what they share: a tile of queries and keys at a
-time, of which each warp has 16 queries, by mma.sync, for every GPU."""
+score in Python reads. The gradient of an element is the sum, over the scores that read it, of dS times the score's derivative
+by the element. Kernels of their own compute these sums in a fixed order: bias.py, elements.py. This module has what they share:
+dS of a query tile and a key block at a time, 16 queries to a warp, by mma.sync, for every GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queri
 
 @static
 class BiasRead:
-    """How a score depends on an element of a bias, which is added before a function in Python. both: that function's (score,
-    derivative), or None. The subclasses say the same for other arrays that a score reads."""
+    """How a score depends on an element of a bias, which is added before the score in Python, if there is one. score_and_grad: that
+    function's (score, derivative), or None. Subclasses: how a score depends on elements of other arrays."""
 
     score_and_grad: Callable | None
 
     @inlined
     def grad(self, s, i, j, at):
-        """The derivative of a score by the element; s is what the function is given."""
+        """The derivative of a score by the element that it reads. s: the argument of the score in Python."""
         if self.score_and_grad is None:
             return 1.0
         else:
@@ -43,13 +43,13 @@ class BiasRead:
 
     @inlined
     def element(self, i, j, at):
-        """Which element of the array a score reads, counted from the first; -1 if it reads none."""
+        """The flat index of the element that a score reads; -1 if it reads none."""
         return -1.0
 
 
 @static
 class SlopeRead(BiasRead):
-    """How a score depends on ALiBi's slopes: one for each head, or for each head of each sequence."""
+    """How a score depends on ALiBi's slopes: one for each head, or, per_batch, for each head of each sequence."""
 
     per_batch: bool
 
@@ -72,7 +72,8 @@ class SlopeRead(BiasRead):
 
 @static
 class ElementRead(BiasRead):
-    """How a score depends on an element of an array that the function reads: see score_derivative.Read."""
+    """How a score in Python depends on an element of an array that it reads: see score_derivative.Read. derivative: of the score
+    by the element. which: the element's flat index."""
 
     derivative: Callable
     which: Callable
@@ -88,9 +89,10 @@ class ElementRead(BiasRead):
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """Of such a kernel: queries of a tile; how many queries the main kernel's tiles have, of which `prepare` left two numbers a
-    row, and how many keys its blocks have, if there is a survey of these; the bytes that bases and strides are multiples of;
-    what becomes of scores before a function, if there is one; what they read."""
+    """The configuration of such a kernel. queries: of a tile. main_rows: queries of the main kernel's tiles, in which `prepare`
+    stores lse and delta. surveyed_keys: keys of the main kernel's blocks, if a survey says which of these a query tile sees.
+    piece: the bytes that addresses and strides are multiples of. score_before: the variant that comes before the score in
+    Python, if there is one. read: how scores depend on the array whose gradient this is."""
 
     queries: int
     main_rows: int
@@ -106,18 +108,18 @@ class Config(BaseConfig):
 
     @property
     def given(self) -> Record:
-        """What the kernel is told of the variant, of sequences, and of the survey."""
+        """The kernel's parameters for the variant, for sequences, and for the survey."""
         classes = {"classes": CLASSES} if self.surveyed_keys else {}
         return record(**self.variant.given, **self.sequences.given, **classes)
 
     @property
     def warps(self) -> int:
-        """Of a thread block."""
+        """The number of warps of a thread block."""
         return self.queries // BAND
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """The number of threads of a thread block."""
         return LANES * self.warps
 
     def __str__(self):
@@ -125,14 +127,14 @@ class Config(BaseConfig):
 
 
 def tile_buffers(config: Config) -> dict[str, Any]:
-    """The items of a kernel's shared memory."""
+    """The shared memory of a kernel for its tiles of Q, K, V and dO."""
     tiles = {"q": config.query, "k": config.key, "v": config.value, "do": st(config.rows, config.value_dim, config.dtype)}
     return {name: pipeline(tile, 1, config.warps) for name, tile in tiles.items()}
 
 
 @static
 class ScoreRecomputation:
-    """Computes the tiles of such a kernel: see Config."""
+    """The device functions of such a kernel, for the fields of its Config."""
 
     rows: int
     kv: int
@@ -143,38 +145,38 @@ class ScoreRecomputation:
     score_before: Variant | None
     read: BiasRead
     sequences: Batched
-    main_sequences: Batched  # the same sequences, in tiles of the main kernel's
+    main_sequences: Batched  # the same sequences, in tiles of main_rows
 
     @property
     def tile(self) -> rt:
-        """A warp's scores."""
+        """The type of a warp's scores."""
         return rt(BAND, self.kv, fp32)
 
     @property
     def tiling(self) -> Tiling:
-        """Which keys a tile's queries see."""
+        """The Tiling of such tiles and key blocks."""
         return Tiling(self.rows, self.kv, self.variant)
 
     @inlined
     def may_see(self, tile, block, at):
-        """May the tile's queries see keys of a block?"""
+        """May queries of this tile see keys of this block?"""
         kv_blocks = self.tiling.key_blocks(self.rows * tile, at)
-        within = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
+        in_range = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
         if self.sequences.packed:
-            return within and self.rows * tile < at.queries
+            return in_range and self.rows * tile < at.queries
         elif self.surveyed_keys is None:
-            return within
+            return in_range
         else:
             row, key = self.rows * tile // self.main_rows, self.kv * block // self.surveyed_keys
-            return within and at.given.classes[at.batch, at.head, row, key] > 0
+            return in_range and at.given.classes[at.batch, at.head, row, key] > 0
 
     @inlined
-    def weighted_ds(self, n, tile, block, at, seq, group, rooms, arrays, lse_delta, scale):
+    def weighted_ds(self, n, tile, block, at, seq, group, buffers, arrays, lse_delta, scale):
         """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
         j; `at` of these scores). n: how many tiles came score_before."""
-        q, k, v, do = rooms
+        q, k, v, do = buffers
         gQ, gK, gV, gDO = arrays
-        if not self.sequences.apart:  # behind the ends lie rows of another sequence
+        if not self.sequences.apart:  # rows after the ends belong to another sequence
             gK, gV = truncate(gK, 1, seq.key + seq.keys), truncate(gV, 1, seq.key + seq.keys)
         if self.sequences.packed:
             gQ, gDO = truncate(gQ, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
@@ -191,13 +193,13 @@ class ScoreRecomputation:
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
         s = variant.score_near(x, at, key)
         above = self.main_sequences.first_tile(at.batch, at.given)
-        place = int32(2 * self.main_rows * (above + row // self.main_rows) + row % self.main_rows)
-        lse = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, place))
+        index = int32(2 * self.main_rows * (above + row // self.main_rows) + row % self.main_rows)
+        lse = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, index))
         if variant.by_rows:
             lse = lse + variant.below_near(s, at, key) * scale
         p = exp2(self.tiling.mask(s, at, key) * scale - lse)
-        dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # now that few registers hold anything but p
-        delta = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, int32(place + self.main_rows)))
+        dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # only now, when few registers hold anything but p
+        delta = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, int32(index + self.main_rows)))
         ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.score_before is None:
@@ -208,6 +210,6 @@ class ScoreRecomputation:
 
 
 def recomputation(config: Config) -> ScoreRecomputation:
-    """The object that computes this kernel's tiles."""
+    """The ScoreRecomputation of this configuration."""
     shape = config.rows, config.kv, config.main_rows, config.surveyed_keys, config.piece
     return ScoreRecomputation(*shape, config.variant, config.score_before, config.read, config.sequences, config.lie(config.main_rows))
