@@ -25,7 +25,7 @@ from tiles.launch import kernel_for
 
 from .reference.scores import ReferenceVariant
 from .softmax import key_block_lists as lists
-from .softmax.assembled import assembled
+from .softmax.assembled import build_variant
 from .softmax.call_options import ends_of
 from .softmax.python_functions import evaluated
 
@@ -89,15 +89,15 @@ def drawn(
         def one(b, h, i, j, *aux):
             return inner(batch, head, i, j, *aux)
 
-    made = assembled(1.0, causal, ends_of(window), mask=one)
+    spec = build_variant(1.0, causal, ends_of(window), mask=one)
     tiles, keys = -(-q // rows), -(-k // cols)
     classes = np.zeros((1, 1, tiles, keys), np.int8)
     unseen = np.zeros((1, 1, tiles, lists.BOTH * keys), np.int8)
     arrays = [describe(classes, "classes"), describe(unseen, "unseen"), *arrays]
-    said: dict[str, Any] = {name: x for name, x in made.numbers.items() if name in made.variant.given}
+    said: dict[str, Any] = {name: x for name, x in spec.numbers.items() if name in spec.variant.params}
     for place, array in enumerate(arrays):
         said[f"aux{place - 2}" if place > 1 else ("classes", "unseen")[place]] = Operand(place, array.form)
-    survey = lists.Survey(made.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
+    survey = lists.Survey(spec.variant, rows, cols, tuple(len(x.form.shape) for x in arrays[2:]))
     groups = -(-keys // lists.WARPS)
     launch = kernel_for(survey, survey, None).bind(
         tiles * groups, q_len=q, kv_len=k, blocks=tiles, heads=1, groups=groups, **said

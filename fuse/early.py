@@ -24,7 +24,7 @@ def memory_of(x: Operand) -> Memory:
     return x.source, x.form.extent
 
 
-class Early(NamedTuple):
+class EarlyLaunch(NamedTuple):
     """A step of a program: a launch that begins before the launch ahead of it has ended, if that one does not write what it
     reads early. reads: what it reads early, its weights. writes: its results."""
 

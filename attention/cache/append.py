@@ -19,7 +19,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_positive, split_norm
 from . import write_kernel
 
-GIVEN = """
+INPUTS = """
     k_new            BSGD   tile
     v_new            BSGV   tile
     k                CTGD   cache    updated
@@ -41,7 +41,7 @@ OF_QUERIES = """
     q_norm_bias      D|HD   real     optional
     out              BAHD   tile     in_place
 """
-BESIDE_QUERIES = f"q BAHD tile {GIVEN.rstrip()}{OF_QUERIES}"
+BESIDE_QUERIES = f"q BAHD tile {INPUTS.rstrip()}{OF_QUERIES}"
 
 
 def with_descales_found(table: str) -> str:
@@ -49,8 +49,8 @@ def with_descales_found(table: str) -> str:
     return re.sub(r"(_descale +)\S+( +float32 +)optional", r"\1CTG\2updated", table)
 
 
-APPEND, WITH_QUERIES = Schema("append", GIVEN), Schema("append_with_queries", BESIDE_QUERIES)
-QUANTISING = Schema("append_quantising", with_descales_found(GIVEN))
+APPEND, WITH_QUERIES = Schema("append", INPUTS), Schema("append_with_queries", BESIDE_QUERIES)
+QUANTISING = Schema("append_quantising", with_descales_found(INPUTS))
 QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_descales_found(BESIDE_QUERIES))
 
 
@@ -179,7 +179,7 @@ def of_each_key(problem: Problem) -> bool:
 
 def planned(problem: Problem, interleaved: bool, causal: bool, names: Names, norm_eps: float) -> list:
     """The steps of a plan that append. names: what this function calls its arrays; all others have the names and axes of
-    GIVEN. ValueError: the arrays do not fit each other."""
+    INPUTS. ValueError: the arrays do not fit each other."""
     new, cache = (problem["k_new"], problem["v_new"]), (problem["k"], problem["v"])
     _check_cache(problem)
     rotary = _rotary(problem)

@@ -13,12 +13,12 @@ END, LEAST = 448.0, 2.0**-120  # the end of e4m3; the least scale, for heads tha
 
 
 @inlined
-def pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, given):
+def pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, params):
     """Pairs of columns from pair `col` on: (the first column of each pair, the second, cos and sin of their angles at a
     position). norm: of the rows, see row_norms.py."""
     cos, sin = load(gCos, X.row_vec, (position, col)), load(gSin, X.row_vec, (position, col))
-    x = norm.half(load(gX, X, (at[0], at[1], head, 0, col), 2, 4), X, of_rows, head, 0, col, given)
-    y = norm.half(load(gX, X, (at[0], at[1], head, 1, col), 2, 4), X, of_rows, head, 1, col, given)
+    x = norm.half(load(gX, X, (at[0], at[1], head, 0, col), 2, 4), X, of_rows, head, 0, col, params)
+    y = norm.half(load(gX, X, (at[0], at[1], head, 1, col), 2, 4), X, of_rows, head, 1, col, params)
     return x, y, cos, sin
 
 
@@ -45,7 +45,7 @@ class New(NamedTuple):
     cos: Any
     sin: Any
     position: Any
-    given: Any
+    params: Any
 
 
 @static
@@ -112,13 +112,13 @@ class Found(Given):
     def of(self, gScale, sequence, there, head, of_key, new, norm):
         top, at, pairs = zeros(X.col_vec), new.at, new.cos.shape[1]
         if of_key:
-            of_rows = norm.of_rows(new.k, X, (at[0], at[1], head), new.given)
+            of_rows = norm.of_rows(new.k, X, (at[0], at[1], head), new.params)
             for col in range(0, pairs, X.cols):
-                x, y, cos, sin = pairs_of(new.k_pairs, at, head, col, new.cos, new.sin, new.position, norm, of_rows, new.given)
+                x, y, cos, sin = pairs_of(new.k_pairs, at, head, col, new.cos, new.sin, new.position, norm, of_rows, new.params)
                 top = row_max(abs(second_of(x, y, cos, sin)), row_max(abs(first_of(x, y, cos, sin)), top))
             for col in range(2 * pairs, new.k.shape[3], X.cols):
                 x = load(new.k, X, (at[0], at[1], head, col))
-                top = row_max(abs(norm.columns(x, X, of_rows, head, col, new.given)), top)
+                top = row_max(abs(norm.columns(x, X, of_rows, head, col, new.params)), top)
         else:
             for col in range(0, new.v.shape[3], X.cols):
                 top = row_max(abs(load(new.v, X, (at[0], at[1], head, col))), top)

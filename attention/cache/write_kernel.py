@@ -49,9 +49,9 @@ class Config:
     threads = LANES * WARPS
 
     @property
-    def given(self):
+    def params(self):
         """The record of what norms need in the kernel."""
-        return record(**self.keys.given | self.queries.given)
+        return record(**self.keys.params | self.queries.params)
 
     def __str__(self):
         return f"{self.new} to {self.cache}{self.scales(self.cache)}{self.keys}{self.queries}"
@@ -72,17 +72,17 @@ def _moving(scales: Unscaled, norm: AsTheyAre):
     slot), ...). of_rows: what the rows are normalised by."""
 
     @inlined
-    def copied(gX, at, gY, there, head, first, scale, of_rows, given):
+    def copied(gX, at, gY, there, head, first, scale, of_rows, params):
         """y = x, in the columns from `first` on."""
         for col in range(first + X.cols * cuda.blockIdx.z, gX.shape[3], X.cols * cuda.gridDim.z):
-            x = norm.columns(load(gX, X, (at[0], at[1], head, col)), X, of_rows, head, col, given)
+            x = norm.columns(load(gX, X, (at[0], at[1], head, col)), X, of_rows, head, col, params)
             store(gY, scales.held(x, scale), (there[0], there[1], head, col))
 
     @inlined
-    def rotated(gX, at, gY, there, head, gCos, gSin, position, scale, of_rows, given):
+    def rotated(gX, at, gY, there, head, gCos, gSin, position, scale, of_rows, params):
         """Pairs of columns, rotated by the angle of a position."""
         for col in range(X.cols * cuda.blockIdx.z, gX.shape[4], X.cols * cuda.gridDim.z):
-            x, y, cos, sin = pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, given)
+            x, y, cos, sin = pairs_of(gX, at, head, col, gCos, gSin, position, norm, of_rows, params)
             store(gY, scales.held(first_of(x, y, cos, sin), scale), (there[0], there[1], head, 0, col), 2, 4)
             store(gY, scales.held(second_of(x, y, cos, sin), scale), (there[0], there[1], head, 1, col), 2, 4)
 
@@ -93,7 +93,7 @@ def _moving(scales: Unscaled, norm: AsTheyAre):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, CACHE, scales = config.new, config.cache, config.scales(config.cache)
-    SCALE, keys, queries, NORMED, GIVEN = scales.array, config.keys, config.queries, config.keys.changes, config.given
+    SCALE, keys, queries, NORMED, PARAMS = scales.array, config.keys, config.queries, config.keys.changes, config.params
     copied, _ = _moving(scales, AS_THEY_ARE)
     copied_key, rotated = _moving(scales, keys)
     copied_query, rotated_query = _moving(Unscaled(INPUT), queries)
@@ -127,7 +127,7 @@ def make(config: Config):
         gK: array(4, CACHE), gKPairs: array(5, CACHE), gV: array(4, CACHE), gKScale: SCALE, gVScale: SCALE,
         gQ: array(4, INPUT), gQPairs: array(5, INPUT), gOut: array(4, INPUT), gOutPairs: array(5, INPUT),
         gLengths: ENDS, gPages: TABLE, gEnds: ENDS, gCos: array(2), gSin: array(2), gPositions: ENDS,
-        rows: INT, tokens: INT, page_size: INT, key_parts: INT, fixed: INT, given: GIVEN,
+        rows: INT, tokens: INT, page_size: INT, key_parts: INT, fixed: INT, params: PARAMS,
     ):  # fmt: skip
         """Each warp has a token; a batch has `tokens`. Blocks along y: `key_parts` groups of 16 heads of K, as many of V, then
         those of Q. Blocks along z: columns. fixed: all queries of a sequence have the position of its first."""
@@ -148,9 +148,9 @@ def make(config: Config):
                 head, at = int32(HEADS * (part - 2 * key_parts)), (batch, token)
                 if token < gQ.shape[1]:
                     if known:
-                        of_rows = queries.of_rows(gQ, X, (batch, token, head), given)
-                        rotated_query(gQPairs, at, gOutPairs, at, head, gCos, gSin, position, 1.0, of_rows, given)
-                        copied_query(gQ, at, gOut, at, head, columns, 1.0, of_rows, given)
+                        of_rows = queries.of_rows(gQ, X, (batch, token, head), params)
+                        rotated_query(gQPairs, at, gOutPairs, at, head, gCos, gSin, position, 1.0, of_rows, params)
+                        copied_query(gQ, at, gOut, at, head, columns, 1.0, of_rows, params)
                     else:
                         for col in range(X.cols * cuda.blockIdx.z, gQ.shape[3], X.cols * cuda.gridDim.z):
                             store(gOut, full(X, NAN), (batch, token, head, col))
@@ -160,16 +160,16 @@ def make(config: Config):
                 if page >= 0:
                     at, there, of_key = (batch, token), (page, slot), part < key_parts
                     head = int32(HEADS * (part if of_key else part - key_parts))
-                    new = New(gKNew, gKNewPairs, gVNew, at, gCos, gSin, position, given)
+                    new = New(gKNew, gKNewPairs, gVNew, at, gCos, gSin, position, params)
                     scale = scales.of(gKScale if of_key else gVScale, sequence, there, head, of_key, new, keys)
                     if of_key:
-                        of_rows = keys.of_rows(gKNew, X, (batch, token, head), given)
-                        rotated(gKNewPairs, at, gKPairs, there, head, gCos, gSin, position, scale, of_rows, given)
+                        of_rows = keys.of_rows(gKNew, X, (batch, token, head), params)
+                        rotated(gKNewPairs, at, gKPairs, there, head, gCos, gSin, position, scale, of_rows, params)
                         if NORMED:
-                            copied_key(gKNew, at, gK, there, head, columns, scale, of_rows, given)
+                            copied_key(gKNew, at, gK, there, head, columns, scale, of_rows, params)
                     if not (NORMED and of_key):
                         gX, gY = (gKNew, gK) if of_key else (gVNew, gV)
-                        copied(gX, at, gY, there, head, columns if of_key else 0, scale, None, given)
+                        copied(gX, at, gY, there, head, columns if of_key else 0, scale, None, params)
 
     return append, None
 

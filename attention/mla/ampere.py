@@ -27,7 +27,7 @@ from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import FinalOutput, OutputTile, PartialOutput
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, Softmax, over_sum
-from ..softmax.variants import At
+from ..softmax.variants import ScoreContext
 from .shape import COLUMNS, LATENT
 
 KEYS, WARPS = 16, 4  # keys that a warp finds scores of; warps of a block, each with its share of the output's columns
@@ -52,9 +52,9 @@ class Config:
     resident = 1  # blocks that a multiprocessor is to work on
 
     @property
-    def given(self):
+    def params(self):
         """The record of numbers and arrays that reach, cache and result need in the kernel."""
-        return record(**self.reach.given, **self.cache.given, **self.result.given)
+        return record(**self.reach.params, **self.cache.params, **self.result.params)
 
     def __str__(self):
         return (
@@ -97,7 +97,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    BAND, KV, STAGES, INPUT, GIVEN = config.band, config.kv, config.stages, config.dtype, config.given
+    BAND, KV, STAGES, INPUT, PARAMS = config.band, config.kv, config.stages, config.dtype, config.params
     PARTS, OWN = KV // KEYS, LATENT // WARPS  # of a tile's keys; columns of the output that a warp has
     AHEAD = STAGES - 1  # tiles under way
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
@@ -112,7 +112,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gLatent: array(4, INPUT), given: GIVEN,
+        gQ: array(5, INPUT), gLatent: array(4, INPUT), params: PARAMS,
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Attention of one of `bands` tiles of rows (a row is one of `group` heads of one of `tokens` tokens) over one of
@@ -128,27 +128,27 @@ def make(config: Config):
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
         token = (row_index(O.col_vec) + row) // group
         own = int32(warp % PARTS)  # where there are fewer parts of keys than warps, several find the same scores
-        work = split.first(number, splits, sequences, tokens, given)
+        work = split.first(number, splits, sequences, tokens, params)
         sequence = work.sequence
         out_tile = OutputTile(sequence, 0, work.part, work.of, IS_FINAL, row, first_token, last_token, group)
-        sees = reach.keys(sequence, first_token, last_token, tokens, given)
+        sees = reach.keys(sequence, first_token, last_token, tokens, params)
         first, end = int32(KV * work.tile), sees.end
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
         lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
-        here = cache.look(k, gLatent, sequence, first, end, given)
+        here = cache.look(k, gLatent, sequence, first, end, params)
         q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
         for i in range(AHEAD):
-            cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-            here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-        at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
+            cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, params)
+            here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
+        ctx = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0)
         queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
         for i in range(n):
             key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
             tile = k.wait(i, AHEAD - 1)
-            cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-            here = cache.look(k, gLatent, sequence, int32(later + KV), end, given)
+            cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, params)
+            here = cache.look(k, gLatent, sequence, int32(later + KV), end, params)
             s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
-            s = reach.mask(s, at, int32(key + KEYS * own), end)
+            s = reach.mask(s, ctx, int32(key + KEYS * own), end)
             seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
             p = seen.weights(s, None, scale)
             seen = seen.add(p)
@@ -160,8 +160,8 @@ def make(config: Config):
             seen = seen._replace(o=o)
 
         l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
-        result.store(over_sum(seen.o, l), out_tile, int32(OWN * warp), given)
+        result.store(over_sum(seen.o, l), out_tile, int32(OWN * warp), params)
         if warp == 0:
-            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
+            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

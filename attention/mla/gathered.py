@@ -30,27 +30,27 @@ class Gathered:
         return f"{self.cache} gathered"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{kernel's argument: its type} of what this needs in the kernel."""
-        return self.cache.given
+        return self.cache.params
 
     def source(self, tile: st) -> Any:
         """How a kernel declares the array that tiles of this type are loaded from."""
         return array(4, tile.dtype)
 
     @inlined
-    def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
+    def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, params):
         """Bring all `n` tiles, from key `first` on; rows from `end` on become 0. The producer's warps call it."""
         rows, (team, half) = self.part.rows, (warpgroup.rank() // TEAMS, warpgroup.rank() % TEAMS)
         key = int32(first + rows * (TEAMS * team + half))
-        found = self.cache.find(self.part, gLatent, sequence, key, end, given)
+        found = self.cache.find(self.part, gLatent, sequence, key, end, params)
         for j in range(team, n, TEAMS):
             latent, rotary = pipes.latent.claim(j), subtile(pipes.rotary.claim(j), rows, half)
-            self.cache.copy(subtile(latent, rows, half), gLatent, found, sequence, key, 0, end, given)
-            self.cache.copy(rotary, gRotary, found, sequence, key, LATENT, end, given)
+            self.cache.copy(subtile(latent, rows, half), gLatent, found, sequence, key, 0, end, params)
+            self.cache.copy(rotary, gRotary, found, sequence, key, LATENT, end, params)
             commit_group()
             key = int32(key + TEAMS * TEAMS * rows)
-            found = self.cache.find(self.part, gLatent, sequence, key, end, given)
+            found = self.cache.find(self.part, gLatent, sequence, key, end, params)
             wait_group()
             pipes.latent.publish(j)
             pipes.rotary.publish(j, fenced=True)
@@ -75,25 +75,25 @@ class Narrow(Gathered):
         return array(4, fp8e4m3 if tile.cols == LATENT else tile.dtype)
 
     @inlined
-    def start(self, pipes, j, gLatent, gRotary, gDescale, sequence, key, end, given):
+    def start(self, pipes, j, gLatent, gRotary, gDescale, sequence, key, end, params):
         """Begin to load a warp's rows of tile j, from `key` on. Returns the latents, on their way to registers; numbers and
         rotated columns go to shared memory."""
         rows, rank = self.part.rows, warpgroup.rank()
-        found = self.cache.find(self.part, gLatent, sequence, key, end, given)
-        numbers = self.cache.find(self.numbers, gDescale, sequence, key, end, given)
-        turned = self.cache.find(self.turned, gRotary, sequence, key, end, given)
-        latents = self.cache.load(rt(BAND, LATENT, fp8e4m3), gLatent, found, sequence, key, 0, end, given)
+        found = self.cache.find(self.part, gLatent, sequence, key, end, params)
+        numbers = self.cache.find(self.numbers, gDescale, sequence, key, end, params)
+        turned = self.cache.find(self.turned, gRotary, sequence, key, end, params)
+        latents = self.cache.load(rt(BAND, LATENT, fp8e4m3), gLatent, found, sequence, key, 0, end, params)
         rotary, units = subtile(pipes.rotary.claim(j), rows, rank), subtile(pipes.units.claim(j), rows, rank)
-        self.cache.copy(rotary, gRotary, turned, sequence, key, 0, end, given)
-        self.cache.copy_numbers(units, gDescale, numbers, sequence, key, end, given)
+        self.cache.copy(rotary, gRotary, turned, sequence, key, 0, end, params)
+        self.cache.copy_numbers(units, gDescale, numbers, sequence, key, end, params)
         commit_group()
         return latents
 
     @inlined
-    def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, given):
+    def bring(self, pipes, n, first, gLatent, gRotary, gDescale, sequence, end, params):
         rows, rank = self.part.rows, warpgroup.rank()
         key = int32(first + rows * rank)
-        latents = self.start(pipes, int32(0), gLatent, gRotary, gDescale, sequence, key, end, given)
+        latents = self.start(pipes, int32(0), gLatent, gRotary, gDescale, sequence, key, end, params)
         for j in range(n):
             store_widened(subtile(pipes.latent.claim(j), rows, rank), latents)
             wait_group()
@@ -102,5 +102,5 @@ class Narrow(Gathered):
             pipes.units.publish(j, fenced=True)
             if j + 1 < n:
                 key = int32(key + WARPGROUP * rows)
-                latents = self.start(pipes, int32(j + 1), gLatent, gRotary, gDescale, sequence, key, end, given)
+                latents = self.start(pipes, int32(j + 1), gLatent, gRotary, gDescale, sequence, key, end, params)
         wait_group()  # where there is no tile

@@ -24,7 +24,7 @@ from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import FinalOutput, OutputTile, PartialOutput
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, Softmax, over_sum
-from ..softmax.variants import At
+from ..softmax.variants import ScoreContext
 from .boxes import Dense, Indexed, Paged
 from .gathered import BAND, Gathered, Narrow
 from .products import KV, Same, Widened
@@ -51,9 +51,9 @@ class Config:
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     @property
-    def given(self):
+    def params(self):
         """The record of numbers and arrays that reach, cache and result need in the kernel."""
-        return record(**self.reach.given, **self.cache.given, **self.result.given)
+        return record(**self.reach.params, **self.cache.params, **self.result.params)
 
     def __str__(self):
         return f"mla {self.product} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
@@ -99,7 +99,7 @@ class Pipes(NamedTuple):
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    product, GIVEN, BAND, OWN = config.product, config.given, config.band, LATENT // CONSUMERS  # of the output's columns
+    product, PARAMS, BAND, OWN = config.product, config.params, config.band, LATENT // CONSUMERS  # of the output's columns
     INPUT, TAKEN, WRITERS = product.wide, product.takes, config.cache.writers
     K, R, WEIGHTS = st(KV, LATENT, TAKEN), st(KV, ROTARY, INPUT), st(BAND, KV, TAKEN)
     KEEP, CLAIM = WIDENING if config.cache.ahead else GATHERING if WRITERS else BY_TMA
@@ -151,12 +151,12 @@ def make(config: Config):
         return product.scores(tile, pipes.rotary.wait(j), pipes, j)
 
     @inlined
-    def weighed(j, s, seen, pipes, key, at, group, inner, scale, slack):
-        """(the weights of tile j from its scores, the softmax's state after it). All rows see all keys before `inner`. at.row:
+    def weighed(j, s, seen, pipes, key, ctx, group, inner, scale, slack):
+        """(the weights of tile j from its scores, the softmax's state after it). All rows see all keys before `inner`. ctx.row:
         the band's first row. Which tokens this warp's rows are of is found here, where few tiles ask, not held in registers."""
         if key + KV > inner:
-            token = (row_index(O.col_vec) + int32(at.row + 16 * warpgroup.rank())) // group
-            s = reach.mask(s, at._replace(row=token), key, at.keys)
+            token = (row_index(O.col_vec) + int32(ctx.row + 16 * warpgroup.rank())) // group
+            s = reach.mask(s, ctx._replace(row=token), key, ctx.keys)
         seen = seen.moved(s, None, scale, slack)
         p = seen.weights(s, None, scale)
         return product.weights(p, pipes, j), seen.add(p)
@@ -189,12 +189,12 @@ def make(config: Config):
         return seen
 
     @inlined
-    def evenly(n, first, inner, seen, pipes, at, group, scale, slack):
+    def evenly(n, first, inner, seen, pipes, ctx, group, scale, slack):
         """The softmax's state after n tiles from key `first` on, in the consumer that makes the scores of even tiles."""
         for j in range(0, n, 2):
             key = int32(first + KV * j)
-            s = warpgroup.wait(scores(j, key, at.keys, pipes))
-            p, seen = weighed(j, s, seen, pipes, key, at, group, inner, scale, slack)
+            s = warpgroup.wait(scores(j, key, ctx.keys, pipes))
+            p, seen = weighed(j, s, seen, pipes, key, ctx, group, inner, scale, slack)
             o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
             hand_on(j, p, seen, pipes, pipes.even)
             seen = done(j, o, seen, pipes)
@@ -204,15 +204,15 @@ def make(config: Config):
         return seen
 
     @inlined
-    def oddly(n, first, inner, seen, pipes, at, group, scale, slack):
+    def oddly(n, first, inner, seen, pipes, ctx, group, scale, slack):
         """The same in the other consumer, whose scores are computed while it takes up the values of the tile before."""
         for j in range(0, n, 2):
             key = int32(first + KV * (j + 1))
             if j + 1 < n:
-                s = scores(j + 1, key, at.keys, pipes)
+                s = scores(j + 1, key, ctx.keys, pipes)
                 o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                p, seen = weighed(j + 1, s, seen, pipes, key, at, group, inner, scale, slack)
+                p, seen = weighed(j + 1, s, seen, pipes, key, ctx, group, inner, scale, slack)
                 seen = done(j, o, seen, pipes)
                 o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
                 hand_on(j + 1, p, seen, pipes, pipes.odd)
@@ -224,7 +224,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gLatent: LATENTS, gRotary: ROTARIES, gDescale: array(2), given: GIVEN,
+        gQ: array(5, INPUT), gLatent: LATENTS, gRotary: ROTARIES, gDescale: array(2), params: PARAMS,
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
@@ -237,31 +237,31 @@ def make(config: Config):
         number, band = divmod(cuda.blockIdx.x, bands)  # tiles of a sequence are neighbours: they read the same keys
         me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
-        work = split.first(number, splits, sequences, tokens, given)
-        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
+        work = split.first(number, splits, sequences, tokens, params)
+        sees = reach.keys(work.sequence, first_token, last_token, tokens, params)
         first, end, inner = int32(KV * work.tile), sees.end, int32(sees.end - (last_token - first_token))
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
         if me == PRODUCER:
             warpgroup.release_registers(KEEP)
-            cache.bring(pipes, n, first, gLatent, gRotary, gDescale, work.sequence, end, given)
+            cache.bring(pipes, n, first, gLatent, gRotary, gDescale, work.sequence, end, params)
         else:
             warpgroup.claim_registers(CLAIM)
             mine = int32(row + 16 * warpgroup.rank())
             first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
             out_tile = OutputTile(work.sequence, 0, work.part, work.of, IS_FINAL, mine, first_mine, last_mine, group)
-            at = At(work.sequence, 0, row, sees.shift, tokens, end, given, 0, 0)
+            ctx = ScoreContext(work.sequence, 0, row, sees.shift, tokens, end, params, 0, 0)
             bring(pipes, gQ, out_tile, me)
             seen = softmax.begin(LOWEST)
             if me == 0:
-                seen = evenly(n, first, inner, seen, pipes, at, group, scale, slack)
+                seen = evenly(n, first, inner, seen, pipes, ctx, group, scale, slack)
             else:
-                seen = oddly(n, first, inner, seen, pipes, at, group, scale, slack)
+                seen = oddly(n, first, inner, seen, pipes, ctx, group, scale, slack)
             own = finish_sum(seen.l)
             warpgroup.store(subtile(sums, BAND, me), own)
             warpgroup.sync_several(CONSUMERS)
             l = own + warpgroup.load(subtile(sums, BAND, 1 - me), O.col_vec)
-            result.store(over_sum(seen.o, l), out_tile, int32(OWN * me), given)
+            result.store(over_sum(seen.o, l), out_tile, int32(OWN * me), params)
             if me == 0:
-                result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
+                result.store_lse(seen.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

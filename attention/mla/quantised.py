@@ -41,7 +41,7 @@ from ..softmax.decode.reach import Reach
 from ..softmax.decode.results import FinalOutput, OutputTile
 from ..softmax.decode.splits import Parted
 from ..softmax.online import LOWEST, Softmax, over_sum
-from ..softmax.variants import At
+from ..softmax.variants import ScoreContext
 from .ampere import asked_for
 from .shape import LATENT, ROTARY
 
@@ -76,9 +76,9 @@ class Config:
         return LANES * self.warps
 
     @property
-    def given(self):
+    def params(self):
         """The record of numbers and arrays that reach, cache and result need in the kernel."""
-        return record(**self.reach.given, **self.cache.given, **self.result.given)
+        return record(**self.reach.params, **self.cache.params, **self.result.params)
 
     def __str__(self):
         kind = f"mla {self.dtype} of fp8 {self.reach} {self.cache} {self.result}"
@@ -110,7 +110,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    BAND, KV, WARPS, STAGES, INPUT, GIVEN = config.band, config.kv, config.warps, config.stages, config.dtype, config.given
+    BAND, KV, WARPS, STAGES, INPUT, PARAMS = config.band, config.kv, config.warps, config.stages, config.dtype, config.params
     OWN, AHEAD = LATENT // WARPS, STAGES - 1  # columns of the output that a warp has; tiles under way
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
@@ -145,7 +145,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gLatent: array(4, fp8e4m3), gRotary: array(4, INPUT), gDescale: array(2), given: GIVEN,
+        gQ: array(5, INPUT), gLatent: array(4, fp8e4m3), gRotary: array(4, INPUT), gDescale: array(2), params: PARAMS,
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
@@ -158,34 +158,34 @@ def make(config: Config):
         warp, row, rows = int32(cuda.threadIdx.x // LANES), int32(BAND * band), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
         token = (row_index(O.col_vec) + row) // group
-        work = split.first(number, splits, sequences, tokens, given)
+        work = split.first(number, splits, sequences, tokens, params)
         sequence = work.sequence
         out_tile = OutputTile(sequence, 0, work.part, work.of, IS_FINAL, row, first_token, last_token, group)
-        sees = reach.keys(sequence, first_token, last_token, tokens, given)
+        sees = reach.keys(sequence, first_token, last_token, tokens, params)
         first, end = int32(KV * work.tile), sees.end
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
-        at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
-        here = cache.look(latent, gLatent, sequence, first, end, given)
-        numbers = cache.look(descale, gDescale, sequence, first, end, given)
+        ctx, seen = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0), softmax.begin(LOWEST)
+        here = cache.look(latent, gLatent, sequence, first, end, params)
+        numbers = cache.look(descale, gDescale, sequence, first, end, params)
         for i in range(AHEAD):
-            cache.fill_numbers(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, given)
-            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
-            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-            numbers = cache.look(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, given)
+            cache.fill_numbers(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, params)
+            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, params)
+            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, params)
+            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
+            numbers = cache.look(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, params)
         bring(q, q_rotary, gQ, out_tile, warp)
         for i in range(n):
             key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
             tile = latent.wait(i, GROUPS * (AHEAD - 1))
-            cache.fill_numbers(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, given)
-            cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, given)
-            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-            here = cache.look(latent, gLatent, sequence, int32(later + KV), end, given)
-            numbers = cache.look(descale, gDescale, sequence, int32(later + KV), end, given)
+            cache.fill_numbers(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, params)
+            cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, params)
+            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, params)
+            here = cache.look(latent, gLatent, sequence, int32(later + KV), end, params)
+            numbers = cache.look(descale, gDescale, sequence, int32(later + KV), end, params)
             d = load(descale.own(i, GROUPS * AHEAD), S.row_vec)
             s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
             s = mma_ABt(s * d, q_rotary, rotary.own(i, GROUPS * AHEAD))
-            s = reach.mask(s, at, key, end)
+            s = reach.mask(s, ctx, key, end)
             seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
             p = seen.weights(s, None, scale)
             seen = seen.add(p)
@@ -197,8 +197,8 @@ def make(config: Config):
             seen = seen._replace(o=o)
 
         l = block.reduce_sum(finish_sum(seen.l), scratch)
-        result.store(over_sum(rezipped(seen.o), l), out_tile, int32(OWN * warp), given)
+        result.store(over_sum(rezipped(seen.o), l), out_tile, int32(OWN * warp), params)
         if warp == 0:
-            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
+            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

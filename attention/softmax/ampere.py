@@ -25,7 +25,7 @@ from tiles.targets import LARGE, MEDIUM, SMALL, capability, shared_bytes
 
 from .base_config import BaseConfig, in_pages
 from .online import Softmax
-from .variants import At, Variant
+from .variants import ScoreContext, Variant
 from .visible_keys import CAUSAL, FULL
 
 
@@ -94,7 +94,7 @@ def config_for(
     if variant is FULL:
         shapes = shapes | UNMASKED
     elif variant is not CAUSAL:
-        shapes = shapes | (LOADED if variant.loads else BUSY)
+        shapes = shapes | (LOADED if variant.reads_score_matrix else BUSY)
     return Config(padded, wide, dtype, variant, *shapes[max(padded, wide)], piece, **kind)
 
 
@@ -128,11 +128,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, BAND, PIECE = config.kv, config.rows, config.band, config.piece
-    GIVEN, AUX = config.given, config.aux
+    PARAMS, AUX = config.params, config.aux
     variant, tiling, sequences, held = config.variant, config.tiling, config.sequences, config.held
     INPUT, S, O = config.dtype, rt(BAND, KV, fp32), rt(BAND, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(BAND, config.head_dim, fp32), rt(BAND, config.query.panel_cols, fp32), config.query.panels
-    PREPARES, DEEP = variant.prepares, variant.deep
+    PREPARES, DEEP = variant.prepares_queries, variant.allows_low_scores
     STAGES, UNROUNDED, JOINS, GROUPS = config.stages, config.unrounded, config.joins, config.warps // WARPGROUP
     OUTPUT = array(4, fp32 if UNROUNDED else INPUT)
     NEWER = 2 * (STAGES - 1)  # groups of keys and values in turn: so many are younger than the one waited for
@@ -145,20 +145,20 @@ def make(config: Config):
     softmax = Softmax(O)
 
     @inlined
-    def prepared(queries, at):
+    def prepared(queries, ctx):
         """A warp's rows of Q, as the variant changes them."""
         if PREPARES:
-            of_queries = variant.of_queries(load(queries, Q), at)
+            of_queries = variant.query_stats(load(queries, Q), ctx)
             for i in range(PANELS):  # one after the other, for registers' sake
                 panel = subtile(queries, BAND, 0, PANEL.cols, i)
-                store(panel, INPUT(variant.queries(load(panel, PANEL), of_queries, at, PANEL.cols * i)))
+                store(panel, INPUT(variant.prepare_queries(load(panel, PANEL), of_queries, ctx, PANEL.cols * i)))
             cuda.syncwarp()
         return queries
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gO: OUTPUT, gLse: array(3),
-        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
         group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores, for a block of query
@@ -166,14 +166,14 @@ def make(config: Config):
         head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        (block, batch, head), warp = sequences.find(block, pair, heads, given), int32(cuda.threadIdx.x // 32)
-        sequences.clear_nobodys(O, gO, gLse, block, batch, head, BAND * warp, JOINS, given)
-        if sequences.has(block, batch, given):
-            own, (kv_head, _) = sequences.sequence(batch, given), divmod(head, group)
+        (block, batch, head), warp = sequences.find(block, pair, heads, params), int32(cuda.threadIdx.x // 32)
+        sequences.clear_nobodys(O, gO, gLse, block, batch, head, BAND * warp, JOINS, params)
+        if sequences.has(block, batch, params):
+            own, (kv_head, _) = sequences.sequence(batch, params), divmod(head, group)
             shift, first = own.keys - own.queries, ROWS * block + BAND * warp
-            stands = At(batch, head, first, shift, own.queries, own.keys, given, aux, 0)
-            at = stands._replace(kept=variant.keep(stands))
-            every = tiling.key_blocks(ROWS * block, at)
+            base_ctx = ScoreContext(batch, head, first, shift, own.queries, own.keys, params, aux, 0)
+            ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+            every = tiling.key_blocks(ROWS * block, ctx)
             n = every.n
             if not sequences.apart:  # what lies behind the ends is another's
                 if not held.paged:
@@ -181,34 +181,34 @@ def make(config: Config):
                 gO, gLse = truncate(gO, 1, own.query + own.queries), truncate(gLse, 2, own.query + own.queries)
             q.fill(0, gQ, (own.batch, own.query + ROWS * block, head, 0), 1, 3, 1, PIECE)
             for i in range(STAGES):
-                held.copy(k, i, gK, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
+                held.copy(k, i, gK, own, batch, own.key + tiling.key(every, i, ctx), kv_head, n, params, PIECE)
                 if i < STAGES - 1:
-                    held.copy(v, i, gV, own, batch, own.key + tiling.key(every, i, at), kv_head, n, given, PIECE)
-            row, queries = own.query + ROWS * block + BAND * warp, prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), at)
+                    held.copy(v, i, gV, own, batch, own.key + tiling.key(every, i, ctx), kv_head, n, params, PIECE)
+            row, queries = own.query + ROWS * block + BAND * warp, prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), ctx)
             if JOINS:
                 o, lse = load(gO, O, (own.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (own.batch, head, row))
-                seen = softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
+                seen = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
             else:
-                seen = softmax.begin(variant.lowest(at, variant.floor))
+                seen = softmax.begin(variant.initial_max(ctx, variant.max_floor))
             for i in range(n):
-                key, later = tiling.key(every, i, at), i + STAGES
+                key, later = tiling.key(every, i, ctx), i + STAGES
                 keys = k.wait(i, NEWER)
-                held.copy(v, later - 1, gV, own, batch, own.key + tiling.key(every, later - 1, at), kv_head, n, given, PIECE)
+                held.copy(v, later - 1, gV, own, batch, own.key + tiling.key(every, later - 1, ctx), kv_head, n, params, PIECE)
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
-                held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, at), kv_head, n, given, PIECE)
+                held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, ctx), kv_head, n, params, PIECE)
                 if i < every.cut:
-                    s = tiling.mask(variant.score_near(s, at, key), at, key)
+                    s = tiling.mask(variant.score_in_edge_block(s, ctx, key), ctx, key)
                     every.clear(values, i, GROUPS)
-                    below = variant.below_near(s, at, key)
+                    below = variant.row_offset_in_edge_block(s, ctx, key)
                 else:
-                    s = variant.score(s, at, key)
-                    below = variant.below(s, at, key)
+                    s = variant.score(s, ctx, key)
+                    below = variant.row_offset(s, ctx, key)
                 seen = seen.moved(s, below, scale, slack)
                 o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
                 p = seen.weights(s, below, scale, DEEP)
-                seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, at, key)), values)).add(p)
-            o, lse = seen.finish(scale, variant, at)
+                seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, ctx, key)), values)).add(p)
+            o, lse = seen.finish(scale, variant, ctx)
             if UNROUNDED:
                 store(gO, o, (own.batch, row, head, 0), 1, 3)
             else:

@@ -56,15 +56,15 @@ class BaseConfig:
     @property
     def brought(self) -> NoTiles:
         """What TMA loads next to a tile of keys (bias_tiles.py)."""
-        brings = self.variant.brings
+        brings = self.variant.tma_bias
         return NoTiles() if brings is None else BiasTiles(self.rows, self.kv, brings)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """The record of the kernel's arguments for the variant, the sequences, the source of keys, lists, and tiles of a
         bias."""
         parts = self.variant, self.sequences, self.held, self.tiling, self.brought
-        return record(**{name: what for part in parts for name, what in part.given.items()})
+        return record(**{name: what for part in parts for name, what in part.params.items()})
 
     @property
     def aux(self) -> Record:

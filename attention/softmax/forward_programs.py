@@ -13,7 +13,7 @@ from tiles.schema import Problem, Schema
 
 from . import shared_out
 from .algebra import score_of
-from .assembled import Assembled, assembled
+from .assembled import VariantSpec, build_variant
 from .block_masks import BAND
 from .call_options import OF_AUX, OF_BLOCKS
 from .fp8 import OF_FP8, check_output, of_fp8_cache
@@ -34,7 +34,7 @@ FORWARD = Schema(
     lse  BHS   float32  made      return_lse
     """,
 )
-GIVEN = f"""
+INPUTS = f"""
     q             BSHD  tile
     k             BTGD  tile
     v             BTGV  tile
@@ -64,9 +64,9 @@ JOINED = """
     out           BSHV  float32  updated
     lse           BHS   float32  updated
 """
-VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
-IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
-FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
+VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + MADE), Schema("block_lists", INPUTS)
+IN_FLOAT32, INTO = Schema("forward_unrounded", INPUTS.rstrip() + UNROUNDED), Schema("forward_joined", INPUTS.rstrip() + JOINED)
+FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(INPUTS.rstrip() + MADE))
 
 PACKAGE = sys.modules[__package__]
 
@@ -95,7 +95,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     check_extents(problem)
     if shared_out.serves(problem, family):
         return shared_out.planned(problem, causal, scale, return_lse)
-    return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
+    return planned(problem, build_variant(scale_of(problem, scale), causal), return_lse, family)
 
 
 class Seen(NamedTuple):
@@ -214,9 +214,9 @@ def planned_variant(
 ) -> Plan:
     """The Plan of a variant. more: further parts of it, with the numbers that each tells its kernels. numbers: what kernels are
     told besides. units: the descales of keys and values that are converted before."""
-    made, aux, listing, looks = variant_of(problem, seen, scale, more)
-    made = made._replace(numbers=made.numbers | (numbers or {}))
-    plan = planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
+    spec, aux, listing, looks = variant_of(problem, seen, scale, more)
+    spec = spec._replace(numbers=spec.numbers | (numbers or {}))
+    plan = planned(problem, spec, return_lse, family, aux, listing, norm_eps, units)
     return plan._replace(steps=[*looks, *plan.steps])
 
 
@@ -224,13 +224,13 @@ def keys_of_a_block(
     problem: Problem, seen: Seen, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
 ) -> int:
     """How many keys a block has in the kernel that serves a call of _variant, or the same call of _forward."""
-    made, aux, listing, _ = variant_of(problem, seen, scale, more)
-    return chosen(problem, made, family, aux, listing)[1].kv
+    spec, aux, listing, _ = variant_of(problem, seen, scale, more)
+    return chosen(problem, spec, family, aux, listing)[1].kv
 
 
 def variant_of(
     problem: Problem, seen: Seen, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
-) -> tuple[Assembled, list[Operand], Listing | None, list[Step]]:
+) -> tuple[VariantSpec, list[Operand], Listing | None, list[Step]]:
     """(the assembled variant, the arrays of aux, how lists of key blocks are made, the checks of what aux is indexed by)"""
     causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = seen
     masking, scoring, aux = functions_of(problem, mask, score)
@@ -244,7 +244,7 @@ def variant_of(
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
     if listing and listing.blocked:
         more.append((listing.blocked, {}))
-    made = assembled(
+    spec = build_variant(
         scale_of(problem, scale),
         causal,
         (left, right),
@@ -256,4 +256,4 @@ def variant_of(
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
         more,
     )
-    return made, aux, listing, looks
+    return spec, aux, listing, looks

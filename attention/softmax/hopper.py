@@ -26,7 +26,7 @@ from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
 from .sequences import Batched, Packed, Parts
 from .tiling import clear_ahead, clear_behind
-from .variants import At, Variant
+from .variants import ScoreContext, Variant
 from .visible_keys import CAUSAL, FULL
 from .weights import InRegisters, InShared
 
@@ -82,7 +82,7 @@ class Config(BaseConfig):
         multiprocessors."""
         tiles, row = pairs * -(-queries // self.rows), TAKES[max(self.head_dim, self.value_dim)][self.consumers]
         rounds, tile = -(-tiles // processors), row * self.rows
-        if self.variant.rising:
+        if self.variant.monotonic:
             last, mean = tile * (keys - min(self.rows, queries) / 2), tile * (keys - queries / 2)
             return max(BESIDES + last, rounds * BESIDES + tiles * mean / processors)
         return rounds * (BESIDES + tile * keys)
@@ -169,10 +169,10 @@ def config_for(
     bits."""
     padded, wide = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
     parts = kind.get("lie") is Parts and not kind["axes"] and not kind["by_list"]
-    if padded == wide and variant.computed and not variant.draws and (parts or not kind):
+    if padded == wide and variant.positional and not variant.uses_random and (parts or not kind):
         whole = _config(padded, dtype, variant, next((end for end in _by_length(padded, variant) if keys <= end), None))
         return replace(whole, **A_BLOCK_EACH, **kind) if kind else whole
-    shape = None if variant.draws or variant.loads else NARROW.get((padded, wide))
+    shape = None if variant.uses_random or variant.reads_score_matrix else NARROW.get((padded, wide))
     shape = shape or (PAGED.get(max(padded, wide)) if kind.get("held", Along()).paged else None)
     return Config(padded, wide, dtype, variant, **(shape or _shape(max(padded, wide), variant)), **kind)
 
@@ -222,19 +222,27 @@ def fitted(config: Config, queries: Any, keys: Any, pairs: Any, processors: int,
 
 def _shape(padded: int, variant: Variant) -> dict[str, Any]:
     """The shape of the tiles of a variant."""
-    loaded = FETCHED if variant.fetches and not variant.draws else LOADED
-    loaded = BROUGHT if variant.brings and not variant.draws else loaded
-    shapes = loaded if variant.loads or variant.brings else ROOMY if variant.draws else SCORED if variant.scored else SHAPES
+    loaded = FETCHED if variant.prefetches_columns and not variant.uses_random else LOADED
+    loaded = BROUGHT if variant.tma_bias and not variant.uses_random else loaded
+    shapes = (
+        loaded
+        if variant.reads_score_matrix or variant.tma_bias
+        else ROOMY
+        if variant.uses_random
+        else SCORED
+        if variant.changes_scores
+        else SHAPES
+    )
     return shapes.get(padded, SHAPES[padded])
 
 
 def _by_length(padded: int, variant: Variant) -> dict[float, dict[str, Any]]:
     """{up to how many keys: the fields of the Config that are different then} for a variant."""
-    if variant.plain:
-        return BY_LENGTH.get((padded, variant.rising), OTHERS)
-    if variant.scored and variant.from_first and not (variant.loads or variant.brings):
-        return SCORED_BY_LENGTH.get((padded, variant.bends), OTHERS)
-    return OTHERS if variant.from_first or variant.scored else {2048: PERSISTENT | WINDOW.get(padded, {})}
+    if variant.cheap_mask:
+        return BY_LENGTH.get((padded, variant.monotonic), OTHERS)
+    if variant.changes_scores and variant.starts_at_zero and not (variant.reads_score_matrix or variant.tma_bias):
+        return SCORED_BY_LENGTH.get((padded, variant.nonlinear), OTHERS)
+    return OTHERS if variant.starts_at_zero or variant.changes_scores else {2048: PERSISTENT | WINDOW.get(padded, {})}
 
 
 @functools.lru_cache(1024)
@@ -283,17 +291,22 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, KV, EACH = config.rows, config.kv, warpgroup.ROWS  # rows of a tile of queries, of keys, of a consumer
     CONSUMERS, PERSISTENT = config.consumers, config.persistent
-    SKIPS = PERSISTENT and config.variant.from_first  # consumers pass by key blocks that none of their rows sees
+    SKIPS = PERSISTENT and config.variant.starts_at_zero  # consumers pass by key blocks that none of their rows sees
     # the queries of a tile wait for the slot of the last tile's queries, but keys need not
     KEYS_FIRST = PERSISTENT and config.queries == 1
     AHEAD = config.held.paged  # the next keys are loaded before the values, so that nobody waits while pages are looked up
-    GIVEN, AUX = config.given, config.aux
+    PARAMS, AUX = config.params, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences, held = replace(config, consumers=1).tiling, config.sequences, config.held
     brought, weights = config.brought, config.weights
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
-    DEEP, PREPARES, PANELS, PANEL = variant.deep, variant.prepares, config.query.panels, rt(16, config.query.panel_cols, fp32)
+    DEEP, PREPARES, PANELS, PANEL = (
+        variant.allows_low_scores,
+        variant.prepares_queries,
+        config.query.panels,
+        rt(16, config.query.panel_cols, fp32),
+    )
     readers = CONSUMERS * warpgroup.WARPGROUP
     smem = shared(
         q=ring(config.query, config.queries, readers),
@@ -305,30 +318,30 @@ def make(config: Config):
     softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, config.dtype)
 
     @inlined
-    def place(r, blocks, heads, pairs, band, given):
+    def place(r, blocks, heads, pairs, band, params):
         """(block of queries, sequence, head) of the r-th tile."""
         block, pair = tiling.place(persistent_tile(r), blocks, pairs, band)
-        return sequences.find(block, pair, heads, given)
+        return sequences.find(block, pair, heads, params)
 
     @inlined
-    def more(r, blocks, heads, pairs, band, given):
+    def more(r, blocks, heads, pairs, band, params):
         """Does this block have an r-th tile?"""
         if PERSISTENT:
             return persistent_tile(r) < blocks * pairs
         elif sequences.apart or r > 0:
             return r == 0
         else:
-            block, batch, _ = place(0, blocks, heads, pairs, band, given)
-            return r == 0 and sequences.has(block, batch, given)
+            block, batch, _ = place(0, blocks, heads, pairs, band, params)
+            return r == 0 and sequences.has(block, batch, params)
 
     @inlined
-    def prepared(queries, at):
+    def prepared(queries, ctx):
         """A consumer's rows of Q, as the variant changes them."""
         if PREPARES:
-            of_queries = variant.of_queries(warpgroup.load(queries, Q), at)
+            of_queries = variant.query_stats(warpgroup.load(queries, Q), ctx)
             for i in range(PANELS):  # one after the other, for registers' sake
                 panel = subtile(queries, EACH, 0, PANEL.cols, i)
-                x = variant.queries(warpgroup.load(panel, PANEL), of_queries, at, PANEL.cols * i)
+                x = variant.prepare_queries(warpgroup.load(panel, PANEL), of_queries, ctx, PANEL.cols * i)
                 warpgroup.store(panel, INPUT(x))
             warpgroup.sync()
         return queries
@@ -337,23 +350,23 @@ def make(config: Config):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack):
+        def step(j, p, seen, queries, k, v, tiles, room, me, ctx, key, scale, slack):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
             turn.give(me)
-            fetched, here = variant.fetch(S, at, key), brought.by_queries(tiles, j, at, me)
+            fetched, here = variant.prefetch(S, ctx, key), brought.by_queries(tiles, j, ctx, me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
             if cut:
-                s = tiling.mask(variant.score_near_by(s, fetched, here, key), at, key)
-                below = variant.below_near(s, at, key)
+                s = tiling.mask(variant.score_in_edge_block_by(s, fetched, here, key), ctx, key)
+                below = variant.row_offset_in_edge_block(s, ctx, key)
             else:
                 s = variant.score_by(s, fetched, here, key)
-                below = variant.below(s, at, key)
+                below = variant.row_offset(s, ctx, key)
             seen = seen.moved(s, below, scale, slack)
             p = seen.weights(s, below, scale, DEEP)
             k.release(j, after=seen.m)
-            seen, p = seen.add(p), variant.drop(p, at, key)
+            seen, p = seen.add(p), variant.drop(p, ctx, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
             return weights.handed(p, room, me), seen._replace(o=o)  # only here: the mma reads P until wait(o)
@@ -363,12 +376,12 @@ def make(config: Config):
     cut_step, step = overlap(True), overlap(False)
 
     @inlined
-    def own_blocks(row, every, at):
+    def own_blocks(row, every, ctx):
         """(how many of a tile's key blocks a consumer works on, the last ones in order; how many of them it masks: the first
         one at least, and all that the mask cuts). It works on none if its rows do not exist."""
         if SKIPS:
-            own = own_rows.key_blocks(row, at)
-            return int32(own.n if row < at.queries else 0), int32(max(1, own.cut))
+            own = own_rows.key_blocks(row, ctx)
+            return int32(own.n if row < ctx.queries else 0), int32(max(1, own.cut))
         else:
             return every.n, int32(max(1, every.cut))
 
@@ -392,7 +405,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: tiled(config.query, unit=1), gK: held.source(config.key), gV: held.source(config.value), gO: OUTPUT,
-        gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT,
+        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT,
         band: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores. A tile is a block of
@@ -403,41 +416,41 @@ def make(config: Config):
         r = j = int32(0)  # tiles and key blocks so far
         if me == PRODUCER:
             warpgroup.release_registers(keep)
-            while more(r, blocks, heads, pairs, band, given):
-                block, batch, head = place(r, blocks, heads, pairs, band, given)
-                own, row = sequences.sequence(batch, given), ROWS * block
+            while more(r, blocks, heads, pairs, band, params):
+                block, batch, head = place(r, blocks, heads, pairs, band, params)
+                own, row = sequences.sequence(batch, params), ROWS * block
                 kv_head, _ = divmod(head, group)
-                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                every = tiling.key_blocks(row, at)
+                ctx = ScoreContext(batch, head, row, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+                every = tiling.key_blocks(row, ctx)
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (own.batch, own.query + row, head))
-                seen = held.here(given)
+                seen = held.here(params)
                 if AHEAD:
-                    held.fill(k, j, gK, own, batch, own.key + tiling.key(every, 0, at), kv_head, given)
+                    held.fill(k, j, gK, own, batch, own.key + tiling.key(every, 0, ctx), kv_head, params)
                 for i in range(every.n):
-                    key = own.key + tiling.key(every, i, at)
+                    key = own.key + tiling.key(every, i, ctx)
                     if AHEAD and i + 1 < every.n:
-                        later = own.key + tiling.key(every, i + 1, at)
-                        held.fill(k, j + i + 1, gK, own, batch, later, kv_head, given)
+                        later = own.key + tiling.key(every, i + 1, ctx)
+                        held.fill(k, j + i + 1, gK, own, batch, later, kv_head, params)
                     if not AHEAD:
-                        seen = held.come(seen, key, given)
-                        held.fill(k, j + i, gK, own, batch, key, kv_head, given)
+                        seen = held.come(seen, key, params)
+                        held.fill(k, j + i, gK, own, batch, key, kv_head, params)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (own.batch, own.query + row, head))
-                    brought.fill(tiles, j + i, given, (batch, head, row, tiling.key(every, i, at) // KV))
-                    held.fill_values(v, j + i, gV, own, batch, key, kv_head, given)
+                    brought.fill(tiles, j + i, params, (batch, head, row, tiling.key(every, i, ctx) // KV))
+                    held.fill_values(v, j + i, gV, own, batch, key, kv_head, params)
                 r, j = int32(r + 1), int32(j + every.n)
         else:
             warpgroup.claim_registers(claim)
             turn.begin(me)
-            while more(r, blocks, heads, pairs, band, given):
-                block, batch, head = place(r, blocks, heads, pairs, band, given)
-                own, row = sequences.sequence(batch, given), ROWS * block + EACH * me
+            while more(r, blocks, heads, pairs, band, params):
+                block, batch, head = place(r, blocks, heads, pairs, band, params)
+                own, row = sequences.sequence(batch, params), ROWS * block + EACH * me
                 mine = row + O.rows * warpgroup.rank()
-                stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                at = stands._replace(kept=variant.keep(stands))
-                every = tiling.key_blocks(ROWS * block, at)
-                n, cut = own_blocks(row, every, at)
+                base_ctx = ScoreContext(batch, head, mine, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+                ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+                every = tiling.key_blocks(ROWS * block, ctx)
+                n, cut = own_blocks(row, every, ctx)
                 end = int32(j + every.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
                 if SKIPS:
@@ -446,38 +459,38 @@ def make(config: Config):
                     output.release_last(q, r)
                     output.release(q, r)
                 else:
-                    key, queries = tiling.key(every, first - j, at), prepared(queries, at)
+                    key, queries = tiling.key(every, first - j, ctx), prepared(queries, ctx)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = tiling.mask(variant.score_near(s, brought.by_queries(tiles, first, at, me), key), at, key)
-                    below = variant.below_near(s, at, key)
-                    begun = output.begin(softmax, variant, at, gO, gLse, own, row, scale)
+                    s = tiling.mask(variant.score_in_edge_block(s, brought.by_queries(tiles, first, ctx, me), key), ctx, key)
+                    below = variant.row_offset_in_edge_block(s, ctx, key)
+                    begun = output.begin(softmax, variant, ctx, gO, gLse, own, row, scale)
                     seen = begun.moved(s, below, scale, slack)
                     p = seen.weights(s, below, scale, DEEP)
-                    p, seen = weights.handed(variant.drop(p, at, key), room, me), seen.add(p)
+                    p, seen = weights.handed(variant.drop(p, ctx, key), room, me), seen.add(p)
                     output.release_last(q, r)
                     sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
                     if first == j and every.behind > 0:
                         clear_behind(v.wait(first), every.behind, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
-                        key = tiling.key(every, i - j, at)
-                        p, seen = cut_step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
+                        key = tiling.key(every, i - j, ctx)
+                        p, seen = cut_step(i, p, seen, queries, k, v, tiles, room, me, ctx, key, scale, slack)
                     if every.ahead > 0:
                         clear_ahead(v.wait(first + cut - 1), every.ahead, CONSUMERS)
                     for i in range(int32(first + cut), end):
-                        key = tiling.key(every, i - j, at)
-                        p, seen = step(i, p, seen, queries, k, v, tiles, room, me, at, key, scale, slack)
+                        key = tiling.key(every, i - j, ctx)
+                        p, seen = step(i, p, seen, queries, k, v, tiles, room, me, ctx, key, scale, slack)
                     output.release(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
                     v.release(end - 1)
-                    o, lse = seen._replace(o=o).finish(scale, variant, at)
+                    o, lse = seen._replace(o=o).finish(scale, variant, ctx)
                     output.store(gO, o, queries, own, row, head)
                     output.store_sums(gLse, lse, own, row, head)
                 r, j = int32(r + 1), end
             output.end()
             if sequences.packed:
-                block, batch, head = place(0, blocks, heads, pairs, band, given)
-                some, row = sequences.nobodys(block, batch, given)
+                block, batch, head = place(0, blocks, heads, pairs, band, params)
+                some, row = sequences.nobodys(block, batch, params)
                 if some:
                     output.clear(O, gO, gLse, int32(row + EACH * me), head)
 

@@ -99,12 +99,12 @@ class Seen(NamedTuple):
         return Seen(self.o * mine + other.o * its, m, self.l * mine + other.l * its, self.lag)
 
     @inlined
-    def finish(self, scale, variant, at):
+    def finish(self, scale, variant, ctx):
         """(softmax(S) V, the logarithm of the sum of exp(score)); 0 and -inf for a row that has seen no key. The variant may
         add to the sum, and change the output."""
-        l = variant.total(finish_sum(self.l), self.m, scale, at)
-        o = variant.output(over_sum(self.o, l), at)
-        if variant.deep:
+        l = variant.finish_row_sum(finish_sum(self.l), self.m, scale, ctx)
+        o = variant.output(over_sum(self.o, l), ctx)
+        if variant.allows_low_scores:
             return o, self.m * (scale * LN2) + log2(l) * LN2  # m times the scale may be no float32
         else:
             return o, (self.m * scale + log2(l)) * LN2

@@ -22,9 +22,9 @@ class Stored:
         return array(4, of)
 
     @inlined
-    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
+    def begin(self, softmax, variant, ctx, gO, gLse, own, row, scale):
         """What a consumer's rows of a tile, from `row` on, of a Sequence have seen before their first key."""
-        return softmax.begin(variant.lowest(at, variant.floor))
+        return softmax.begin(variant.initial_max(ctx, variant.max_floor))
 
     @inlined
     def store(self, gO, o, queries, own, row, head):
@@ -89,13 +89,13 @@ class Joined(Unrounded):
         """See Stored: what is nobody's stays as it is."""
 
     @inlined
-    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
+    def begin(self, softmax, variant, ctx, gO, gLse, own, row, scale):
         """See Stored. If the variant changes the output, it changes the whole of it."""
         end = own.query + own.queries
         gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
-        o = warpgroup.load(gO, softmax.tile, (own.batch, row, at.head, 0), 1, 3, False)
-        lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, at.head, row))
-        return softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
+        o = warpgroup.load(gO, softmax.tile, (own.batch, row, ctx.head, 0), 1, 3, False)
+        lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, ctx.head, row))
+        return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
 
 
 class Sent(Stored):

@@ -19,7 +19,7 @@ from .backward.norms import PART, SumNormPartials
 from .gradient import ONCE
 from .launches import DTYPES
 
-GIVEN = """
+INPUTS = """
     q       BSHD    tile
     k       BSGD    tile
     v       BSGD    tile
@@ -31,7 +31,7 @@ GIVEN = """
 """
 FORWARD = Schema(
     "projected",
-    f"""{GIVEN.rstrip()}
+    f"""{INPUTS.rstrip()}
     out   BSHD  tile     made
     lse   BHS   float32  made
     rows  BSrD  tile     made
@@ -41,7 +41,7 @@ FORWARD = Schema(
 BACKWARD = Schema(
     "projected_backward",
     f"""
-    dout  BSHD  tile{GIVEN.rstrip()}
+    dout  BSHD  tile{INPUTS.rstrip()}
     out   BSHD  tile
     lse   BHS   float32
     rows  BSrD  tile
@@ -110,11 +110,11 @@ def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
     if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
         return
     names = FORWARD.names[:-3]
-    given = {name: x.form for name, x in zip(names, arrays) if x is not None}
-    problem = FORWARD.problem(given, layout)
+    forms = {name: x.form for name, x in zip(names, arrays) if x is not None}
+    problem = FORWARD.problem(forms, layout)
     made = {name: c_ordered(*problem.made(name), problem.device) for name in ("out", "lse", "rows")}
-    asked = False, "q_norm" in given, "sink" in given
-    projected_backward.prepare({"dout": made["out"], **given, **made}, (*options[:-1], *asked, options[-1]), layout)
+    asked = False, "q_norm" in forms, "sink" in forms
+    projected_backward.prepare({"dout": made["out"], **forms, **made}, (*options[:-1], *asked, options[-1]), layout)
 
 
 @program(FORWARD, no_gradient=ONCE, meanwhile=_meanwhile)

@@ -12,7 +12,7 @@ from tiles.schema import Problem, Schema
 from tiles.targets import is_hopper
 
 from ..families import require_hopper
-from .assembled import assembled
+from .assembled import build_variant
 from .gradient import ONCE
 from .key_sources import BLOCK, Apart, Arriving
 from .launches import config_of, launch, sequences_of
@@ -87,14 +87,14 @@ def _apart(
     """How calls of this form are done."""
     require_hopper(problem)
     check_extents(problem)
-    made, (lie, where) = assembled(scale_of(problem, scale), causal), sequences_of(problem)
-    config = config_of(problem, made, True, keys, kv, lie=lie, axes=(), by_list=False)
+    spec, (lie, where) = build_variant(scale_of(problem, scale), causal), sequences_of(problem)
+    config = config_of(problem, spec, True, keys, kv, lie=lie, axes=(), by_list=False)
     held = Arriving if "arrived" in problem else Apart
     config = replace(config, held=held(config.key, config.value))
-    given = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
-    given |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
+    params = {name: problem[name] for name in ("own_k", "own_v", "arrived", "awaits") if name in problem}
+    params |= {"own_first": first, "own_end": end, "own_second": second, "own_second_end": second_end}
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gO": problem["out"], "gLse": problem["lse"]}
-    return Plan([launch(problem, made, config, keys, **arrays, **where, **made.numbers, **given)])
+    return Plan([launch(problem, spec, config, keys, **arrays, **where, **spec.numbers, **params)])
 
 
 _arriving = program(ARRIVING, no_gradient=ONCE)(_apart.planner)

@@ -27,7 +27,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import LARGE, SMALL, capability, shared_bytes
 
-from ..variants import At, Variant
+from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig, padded_dim
 from .dq_order import REVERSE_TILES, UNORDERED, AscendingAdds, UnorderedAdds
@@ -113,7 +113,7 @@ def shorts(variant: Variant) -> Shorts:
 def short(head_dim: int, value_dim: int, variant: Variant, queries: int, keys: int) -> Shape | None:
     """The shape for which these kernels are faster than Hopper's, if there is one. So few queries and keys leave a warpgroup's
     products half empty, and two or three blocks of four warps hide each other's waits."""
-    shapes = [] if variant.scored else shorts(variant).get(padded_dim(head_dim, value_dim), [])
+    shapes = [] if variant.changes_scores else shorts(variant).get(padded_dim(head_dim, value_dim), [])
     return next((shape for most, most_keys, shape in shapes if queries <= most and keys <= most_keys), None)
 
 
@@ -131,7 +131,7 @@ def config_for(
     """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
     dims, both as the greater one. shape: see `short`. kind: see BaseConfig."""
     since_hopper = room >= LARGE
-    shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
+    shapes = SHAPES if variant.changes_scores or variant.uses_random else ROOMY if since_hopper else PLAIN
     padded = padded_dim(head_dim, value_dim)
     return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
 
@@ -153,7 +153,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.warp_keys, config.step, config.warps, config.piece
-    GIVEN, AUX, INPUT, SPLIT, NONLINEAR = config.given, config.aux, config.dtype, config.split, config.variant.bends
+    PARAMS, AUX, INPUT, SPLIT, NONLINEAR = config.params, config.aux, config.dtype, config.split, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, slope_gradient, result, OUT = config.order, config.slope_gradient, config.result, config.result.dtype
     PANELS, OWNERS, STEPS, BANDS = config.head_dim // PANEL, KV // OWN, ROWS // STEP, ROWS // BAND
@@ -170,27 +170,27 @@ def make(config: Config):
     )
 
     @inlined
-    def one_warp_step(j, sums, dslope, q, do, keys, values, ds_tile, mine, at, masked, key, gLseDelta, place, scale):
+    def one_warp_step(j, sums, dslope, q, do, keys, values, ds_tile, mine, ctx, masked, key, gLseDelta, place, scale):
         """A warp's dK and dV with tile j of queries, what it has learnt, and dS for all, some queries after the other."""
         (dk, dv), (batch, head, row) = sums, place
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         for n in range(STEPS):
-            here, its_q, its_do = at._replace(row=int32(at.row + STEP * n)), subtile(queries, STEP, n), subtile(dout, STEP, n)
+            here, its_q, its_do = ctx._replace(row=int32(ctx.row + STEP * n)), subtile(queries, STEP, n), subtile(dout, STEP, n)
             s = turned(mma_ABt(zeros(SCORES), keys, its_q))
             lse = load(gLseDelta, S.col_vec, (batch, head, int32(row + STEP * n)), -2, -1, True)
-            s, grad = variant.bent(s, here, key)
+            s, grad = variant.score_and_grad(s, here, key)
             p = INPUT(tiling.weights(s, lse, masked, here, key, scale))
-            dv = mma_AB(dv, turned(variant.left(p)), its_do)
+            dv = mma_AB(dv, turned(variant.remove_dropped(p)), its_do)
             dp = turned(mma_ABt(zeros(SCORES), values, its_do))
             delta = load(gLseDelta, S.col_vec, (batch, head, int32(row + ROWS + STEP * n)), -2, -1, True)
-            ds = variant.slope(fp32(p), dp, delta, here)
+            ds = variant.score_grad(fp32(p), dp, delta, here)
             dslope, ds = slope_gradient.add(dslope, ds, here, key), INPUT(ds * grad)
             store(subtile(ds_tile, STEP, STEPS * mine + n), ds)
             dk = mma_AB(dk, turned(ds), its_q)
         return (dk, dv), dslope
 
     @inlined
-    def two_warp_step(j, sum, dslope, q, do, keys, values, ds_tile, mine, at, masked, key, gLseDelta, place, scale):
+    def two_warp_step(j, sum, dslope, q, do, keys, values, ds_tile, mine, ctx, masked, key, gLseDelta, place, scale):
         """The same of two warps, the first of which has dV and the other dK. P goes from one to the other where dS will lie,
         and behind all dS what scores are bent by."""
         first, (batch, head, row) = warp_index() < OWNERS, place
@@ -198,17 +198,17 @@ def make(config: Config):
         queries, dout = q.wait(j, 1), do.wait(j, 0)
         x = turned(mma_ABt(zeros(SCORES), keys if first else values, queries if first else dout))
         if first:
-            s, grad = variant.bent(x, at, key)
-            p = INPUT(tiling.weights(s, of_rows, masked, at, key, scale))
+            s, grad = variant.score_and_grad(x, ctx, key)
+            p = INPUT(tiling.weights(s, of_rows, masked, ctx, key, scale))
             store(subtile(ds_tile, ROWS, mine), p)
             if NONLINEAR:
                 store(subtile(ds_tile, ROWS, OWNERS + mine), INPUT(grad))
             block.sync()
-            sum = mma_AB(sum, turned(variant.left(p)), dout)
+            sum = mma_AB(sum, turned(variant.remove_dropped(p)), dout)
         else:
             block.sync()
-            ds = variant.slope(fp32(load(subtile(ds_tile, ROWS, mine), P)), x, of_rows, at)
-            dslope = slope_gradient.add(dslope, ds, at, key)
+            ds = variant.score_grad(fp32(load(subtile(ds_tile, ROWS, mine), P)), x, of_rows, ctx)
+            dslope = slope_gradient.add(dslope, ds, ctx, key)
             if NONLINEAR:
                 ds = ds * fp32(load(subtile(ds_tile, ROWS, OWNERS + mine), P))
             ds = INPUT(ds)
@@ -229,7 +229,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gDQAccum: SUMS,
-        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
         group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
@@ -239,27 +239,27 @@ def make(config: Config):
         k, v, q, do, ds_tile = smem.open()
         number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
         line = int32(blocks * (pair // heads) + number)  # of what is learnt
-        number, batch, dkv_head = sequences.find_keys(number, pair, heads, KV, given)
+        number, batch, dkv_head = sequences.find_keys(number, pair, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)
-        seq, key, warp = sequences.sequence(batch, given), int32(KV * number), warp_index()
+        seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
-            some, row = sequences.nobodys_keys(key, batch, KV, given)
+            some, row = sequences.nobodys_keys(key, batch, KV, params)
             if some:
                 at_keys = int32(0), int32(row + OWN * warp), dkv_head, 0
                 result.store(gDK, zeros(DK), at_keys, PIECE)
                 result.store(gDV, zeros(DV), at_keys, PIECE)
-        if not sequences.has_keys(key, batch, given):
+        if not sequences.has_keys(key, batch, params):
             return
         if not sequences.apart:  # what lies behind the ends is another's
             gK, gV = truncate(gK, 1, seq.key + seq.keys), truncate(gV, 1, seq.key + seq.keys)
         if sequences.packed:
-            end, end_k = seq.query + seq.queries, sequences.last_key(batch, given)
+            end, end_k = seq.query + seq.queries, sequences.last_key(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         mine, warp_key = warp % OWNERS, int32(key + OWN * (warp % OWNERS))
-        at = At(batch, group * head_group, int32(0), int32(seq.keys - seq.queries), seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
-        first = int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, at, group))
-        tiles, above = int32(group * q_tiles.n), sequences.first_tile(batch, given)
+        ctx = ScoreContext(batch, group * head_group, int32(0), int32(seq.keys - seq.queries), seq.queries, seq.keys, params, aux, 0)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
+        first = int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
+        tiles, above = int32(group * q_tiles.n), sequences.first_tile(batch, params)
         kv_head, _ = divmod(dkv_head, partials)
         k.fill(0, gK, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
         v.fill(0, gV, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
@@ -274,19 +274,19 @@ def make(config: Config):
         head, i, of = int32(group * head_group), int32(0), int32(group * divmod(pair, splits)[0])
         for j in range(tiles):
             index = order.visit_index(q_tiles.n, i)
-            tile = tiling.tile_index(q_tiles, index, key, at, group)
-            stands = at._replace(head=head, row=int32(ROWS * tile))
-            here, to = stands._replace(kept=variant.keep(stands)), int32(above + tile)
+            tile = tiling.tile_index(q_tiles, index, key, ctx, group)
+            base_ctx = ctx._replace(head=head, row=int32(ROWS * tile))
+            here, to = base_ctx._replace(precomputed=variant.precompute(base_ctx)), int32(above + tile)
             place, masked = (seq.batch, head, int32(2 * ROWS * to)), tiling.needs_mask(q_tiles, index)
             sums, dslope = step(j, sums, dslope, q, do, keys, values, ds_tile, mine, here, masked, warp_key, gLseDelta, place, scale)
             block.sync()
             last = i + 1 == q_tiles.n  # of the head's tiles
-            row = first if last else int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, i + 1), key, at, group))
+            row = first if last else int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, i + 1), key, ctx, group))
             later = seq.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
             do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
-            prior = order.prior_adds(tiling, number, tile, at, group)
-            order.wait(given, of, to, 0, prior)
+            prior = order.prior_adds(tiling, number, tile, ctx, group)
+            order.wait(params, of, to, 0, prior)
             if SPLIT:
                 n = warp
                 while n < parts.count:  # which nobody unrolls: there are no registers for it
@@ -295,19 +295,19 @@ def make(config: Config):
             else:
                 for n in range(EACH):
                     add(int32(warp + WARPS * n), k_tile, ds_tile, gDQAccum, of, to, unit)
-            order.arrive(given, of, to, 0, prior)
+            order.arrive(params, of, to, 0, prior)
             if last:
                 if not SPLIT or warp >= OWNERS:
-                    slope_gradient.store(dslope, given, here, int32(OWNERS * line + mine))
+                    slope_gradient.store(dslope, params, here, int32(OWNERS * line + mine))
                 dslope = slope_gradient.init(SCORES)
             head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
         row = seq.key + warp_key
         if not SPLIT:
             result.store(gDK, sums[0] * unit, (seq.batch, row, dkv_head, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], at), (seq.batch, row, dkv_head, 0), PIECE)
+            result.store(gDV, variant.output(sums[1], ctx), (seq.batch, row, dkv_head, 0), PIECE)
         elif warp >= OWNERS:
             result.store(gDK, sums * unit, (seq.batch, row, dkv_head, 0), PIECE)
         else:
-            result.store(gDV, variant.output(sums, at), (seq.batch, row, dkv_head, 0), PIECE)
+            result.store(gDV, variant.output(sums, ctx), (seq.batch, row, dkv_head, 0), PIECE)
 
     return attend, smem

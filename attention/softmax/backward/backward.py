@@ -9,7 +9,7 @@ from tiles.schema import REAL, Problem, Schema
 
 from ...names import suggests_argument_names
 from ...options import check_flag, check_number, check_positive
-from ..assembled import assembled
+from ..assembled import build_variant
 from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
 from ..gradient import ONCE
 from ..index_checks import Asking, indexed
@@ -36,7 +36,7 @@ OF_INPUTS = """\
     dk   BTGD  tile  made
     dv   BTGV  tile  made
 """
-GIVEN = f"""{OF_FORWARD}\
+INPUTS = f"""{OF_FORWARD}\
     alibi  H|UH  float32  optional
     sink   H     float32  optional
     bias   WXYT  real     optional
@@ -76,7 +76,7 @@ ADDED = """\
     daux7  =aux7  float32  updated?
 """
 BACKWARD = Schema("backward", OF_FORWARD + OF_INPUTS)
-VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into", GIVEN + ADDED)
+VARIANTS, INTO = Schema("backward_variant", INPUTS + MADE), Schema("backward_into", INPUTS + ADDED)
 
 
 @suggests_argument_names
@@ -188,7 +188,7 @@ def backward(
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
     of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
-    given = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
+    params = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
     options = (
         check_flag("causal", causal),
         *ends_of(window),
@@ -204,10 +204,10 @@ def backward(
         family,
     )
     if accumulate:
-        _into(stream, (*given, *places), options, layout)
+        _into(stream, (*params, *places), options, layout)
         found = *into, dv, *[x for x in places if x is not None]
     else:
-        found = _variant(stream, (*given, *places), options, layout)
+        found = _variant(stream, (*params, *places), options, layout)
     if q_norm is k_norm is None:
         return found
     dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
@@ -249,7 +249,7 @@ def _backward(problem: Problem, causal: bool, scale: float | None, deterministic
     """How backward does calls of this form."""
     check_extents(problem)
     scale = scale_of(problem, scale)
-    return plan_launches(problem, assembled(scale, causal), scale, deterministic, family)
+    return plan_launches(problem, build_variant(scale, causal), scale, deterministic, family)
 
 
 @program(VARIANTS, no_gradient=ONCE)
@@ -286,17 +286,17 @@ def _variant(
     blocked = listing and listing.blocked
     of_scores = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
     found = scoring and derivatives(scoring, axes)
-    made = assembled(
+    spec = build_variant(
         scale,
         causal,
         (left, right),
         *of_scores,
         mask=None if blocked else masking,
-        score=ScoredBack(scoring, found.bent, found.even) if scoring and found else None,
+        score=ScoredBack(scoring, found.score_and_grad, found.even) if scoring and found else None,
         more=[*more, (blocked, {})] if blocked else more,
     )
     reads = {name: reads_of(problem, name, found) for name in also.split() if name != "dsink"}
-    plan = plan_launches(problem, made, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
+    plan = plan_launches(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
     return plan._replace(steps=[*looks, *plan.steps])
 
 

@@ -57,9 +57,9 @@ class BackwardConfig(BaseConfig):
         return AccumulateGradient(fp32) if self.accumulate else StoreGradient(self.dtype)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """The kernel's arguments for the variant, for sequences, for lists, for the order and for slopes."""
-        return record(**super().given.fields, **self.order.given, **self.slope_gradient.given)
+        return record(**super().params.fields, **self.order.params, **self.slope_gradient.params)
 
     @property
     def rows(self) -> int:

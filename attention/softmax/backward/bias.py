@@ -15,7 +15,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..scores import Biased
-from ..variants import At
+from ..variants import ScoreContext
 from . import recomputed_scores
 from .dq_parts import BAND
 from .results import float32_output
@@ -44,7 +44,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, KV, ONE_ROW, INPUT, GIVEN, AUX = config.rows, config.kv, config.one_row, config.dtype, config.given, config.aux
+    ROWS, KV, ONE_ROW, INPUT, PARAMS, AUX = config.rows, config.kv, config.one_row, config.dtype, config.params, config.aux
     scores, sequences, result = recomputed_scores.recomputation(config), config.sequences, float32_output(config.accumulate)
     S = scores.tile
     smem = shared(**recomputed_scores.tile_buffers(config), scratch=sv(KV * config.warps, fp32))
@@ -52,7 +52,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gDBias: array(4),
-        given: GIVEN, aux: AUX, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT, heads: INT, tiles: INT, group: INT,
+        params: PARAMS, aux: AUX, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT, heads: INT, tiles: INT, group: INT,
         scale: FLOAT,
     ):  # fmt: skip
         """A tile of dBias, which has `bias_heads` heads and `bias_tiles` query tiles; `batches`, `heads` and `tiles` share
@@ -66,11 +66,11 @@ def make(config: Config):
             pair, tile = divmod(int32(m), tiles)
             batch, head = divmod(pair, heads)
             batch, head, tile = int32(bias_batch + batch), int32(bias_head + head), int32(bias_tile + tile)
-            seq = sequences.sequence(batch, given)
-            at = At(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-            if scores.may_see(tile, number, at):
+            seq = sequences.sequence(batch, params)
+            ctx = ScoreContext(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+            if scores.may_see(tile, number, ctx):
                 arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
-                w, _, _, _ = scores.weighted_ds(n, tile, number, at, seq, group, buffers, arrays, gLseDelta, scale)
+                w, _, _, _ = scores.weighted_ds(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, scale)
                 total, n = total + w, int32(n + 1)
                 block.sync()
         key, warp = int32(KV * number), int32(cuda.threadIdx.x // LANES)

@@ -9,7 +9,7 @@ from tiles.device import machine
 from tiles.schema import Problem
 
 from ...families import FamilyAndBlock, choose_family, family_name
-from ..assembled import Assembled
+from ..assembled import VariantSpec
 from ..launches import DTYPES, in_tiles, sequences_of
 from ..prepared_lists import Listing
 from ..sequences import Batched
@@ -31,7 +31,7 @@ class KernelChoice(NamedTuple):
 
 def choose_kernel(
     problem: Problem,
-    made: Assembled,
+    spec: VariantSpec,
     deterministic: bool,
     family: str | FamilyAndBlock | None,
     aux: Sequence[Operand],
@@ -40,10 +40,10 @@ def choose_kernel(
 ) -> KernelChoice:
     """The Choice for an assembled variant: see launches.planned."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
-    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], made.variant
+    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"
     tma = choose_family(problem, family) == "sm_90"
-    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or accumulate or variant.draws)
+    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or accumulate or variant.uses_random)
     shape = None
     if plain and not reads:
         if hopper_wide.serves(head_dim, variant, value_dim):
@@ -53,7 +53,7 @@ def choose_kernel(
             tma = plain = shape is None
     by_list = listing is not None and lie is Batched
     alike = lie is Batched and not by_list and each_sees(variant, q_len, kv_len)
-    few, block = FEW.get(head_dim, 0) if plain and variant.rising else 0, hopper.block_of(head_dim, value_dim)
+    few, block = FEW.get(head_dim, 0) if plain and variant.monotonic else 0, hopper.block_of(head_dim, value_dim)
     ordered_adds: dict[str, Any] = {"ordered": deterministic, "stores": tma and alike and (deterministic or kv_len <= max(few, block))}
     slope_gradient = slopes.NO_SLOPE_GRADIENT
     if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, lie)):
@@ -75,4 +75,4 @@ def each_sees(variant: Variant, queries: int, keys: int) -> bool:
     """Does each query see the first key? Then the first block of keys that has a part of a tile of queries can store it, so
     that nobody clears the sums: in order; where later queries see more and keys are few (dq_order.Heading); or where a block
     has all keys, and may even write dQ."""
-    return variant.from_first and (variant.everything or (variant.within and queries <= keys))
+    return variant.starts_at_zero and (variant.sees_all_keys or (variant.ends_at_last_key and queries <= keys))

@@ -20,7 +20,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
 from ..scores import Sloped
-from ..variants import At
+from ..variants import ScoreContext
 from . import recomputed_scores
 from .results import float32_output
 
@@ -33,16 +33,16 @@ MAX_BLOCKS_PER_SM = 4
 @functools.cache
 def make(config: recomputed_scores.Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, AUX, WARPS, PACKED = config.dtype, config.given, config.aux, config.warps, config.sequences.packed
+    INPUT, PARAMS, AUX, WARPS, PACKED = config.dtype, config.params, config.aux, config.warps, config.sequences.packed
     scores, sequences, read = recomputed_scores.recomputation(config), config.sequences, config.read
     S = scores.tile
     smem = shared(**recomputed_scores.tile_buffers(config))
 
     @inlined
-    def add_tile(n, tile, number, at, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale):
+    def add_tile(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale):
         """Add the contributions of the scores of a query tile and a key block to the warp's row of sums. Returns the number of
         score tiles that the thread block has gone through."""
-        w, i, j, here = scores.weighted_ds(n, tile, number, at, seq, group, buffers, arrays, gLseDelta, scale)
+        w, i, j, here = scores.weighted_ds(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, scale)
         index = zeros(S) + read.element(i, j, here)
         reads = (index >= 0.0) & (w != 0.0)
         lowest, highest = tile_min(where(reads, index, MAX_ELEMENTS)), tile_max(where(reads, index, -1.0))
@@ -58,7 +58,7 @@ def make(config: recomputed_scores.Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def elements(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gPartials: array(2),
-        given: GIVEN, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
+        params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Sum the contributions of this thread block's score tiles (number blockIdx and every gridDim-th after that) in its
         warps' rows of gPartials, from row `first` on. A head has `tiles` query tiles (of all sequences, if they are packed), and
@@ -73,17 +73,17 @@ def make(config: recomputed_scores.Config):
         for m in range(cuda.blockIdx.x, batches * heads * tiles * blocks, cuda.gridDim.x):
             rest, number = divmod(int32(m), blocks)
             pair, tile = divmod(rest, tiles)
-            tile, batch, head = sequences.find(tile, pair, heads, given)
-            seq = sequences.sequence(batch, given)
-            at = At(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
+            tile, batch, head = sequences.find(tile, pair, heads, params)
+            seq = sequences.sequence(batch, params)
+            ctx = ScoreContext(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
             arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
-                if sequences.has(tile, batch, given):
-                    kv_blocks = scores.tiling.key_blocks(scores.rows * tile, at)
+                if sequences.has(tile, batch, params):
+                    kv_blocks = scores.tiling.key_blocks(scores.rows * tile, ctx)
                     for block_index in range(int32(kv_blocks.first + number), int32(kv_blocks.first + kv_blocks.n), blocks):
-                        n = add_tile(n, tile, int32(block_index), at, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale)
-            elif scores.may_see(tile, number, at):
-                n = add_tile(n, tile, number, at, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale)
+                        n = add_tile(n, tile, int32(block_index), ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale)
+            elif scores.may_see(tile, number, ctx):
+                n = add_tile(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale)
 
     return elements, smem
 

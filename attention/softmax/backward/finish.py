@@ -37,8 +37,8 @@ class Config:
         return self.lie(self.parts.queries)
 
     @property
-    def given(self) -> Record:
-        return record(**self.sequences.given)
+    def params(self) -> Record:
+        return record(**self.sequences.params)
 
     def __str__(self):
         parts, result = self.parts, type(self.result).__name__.lower()
@@ -63,22 +63,22 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     parts, BANDS, QUERIES, result = config.parts, config.parts.warp_tiles, config.parts.queries, config.result
-    sequences, GIVEN, OUT, PDL = config.sequences, config.given, config.result.dtype, config.overlaps_previous
+    sequences, PARAMS, OUT, PDL = config.sequences, config.params, config.result.dtype, config.overlaps_previous
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def finish(gDQAccum: array(3), gDQ: array(4, OUT), given: GIVEN, blocks: INT, heads: INT, unit: FLOAT):
+    def finish(gDQAccum: array(3), gDQ: array(4, OUT), params: PARAMS, blocks: INT, heads: INT, unit: FLOAT):
         """dQ = `unit` times its sums for a query tile, one of the `blocks` of a head; 0 for rows of no sequence."""
         if PDL:
             grid.wait()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
+        block, batch, head = sequences.find(tile, pair, heads, params)
         if sequences.packed:
-            some, row = sequences.nobodys(block, batch, given)
+            some, row = sequences.nobodys(block, batch, params)
             if some:
                 for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                     parts.finish(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
-        if sequences.has(block, batch, given):
-            seq = sequences.sequence(batch, given)
+        if sequences.has(block, batch, params):
+            seq = sequences.sequence(batch, params)
             row = int32(seq.query + QUERIES * block)
             if sequences.packed:
                 gDQ = truncate(gDQ, 1, seq.query + seq.queries)

@@ -20,7 +20,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import sequences, variants
-from ..variants import At
+from ..variants import ScoreContext
 from ..visible_keys import CAUSAL, FULL
 from . import hopper_pipeline
 from .base_config import padded_dim
@@ -52,8 +52,8 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
     padded = padded_dim(head_dim, value_dim)
-    shape = SHAPES[padded] | ({"rounded_p": True} if variant.scored or variant.draws else {})
-    if variant.brings and padded == 64:  # there is room for no more
+    shape = SHAPES[padded] | ({"rounded_p": True} if variant.changes_scores or variant.uses_random else {})
+    if variant.tma_bias and padded == 64:  # there is room for no more
         shape = shape | {"ds_stages": 1}
     if kind.get("learns", NO_SLOPE_GRADIENT) is not NO_SLOPE_GRADIENT:  # sums of dS would have the rounding of weights
         shape = shape | {"rounded_p": False}
@@ -82,10 +82,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, ROUNDED = config.given, config.aux, config.dtype, config.rounded_p
+    PARAMS, AUX, INPUT, ROUNDED = config.params, config.aux, config.dtype, config.rounded_p
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     brought, order, slope_gradient, result, OUT = config.brought, config.order, config.slope_gradient, config.result, config.result.dtype
-    COLUMN_SPLITS, PARTS, NONLINEAR, UNIT = config.column_splits, config.parts.count, config.variant.bends, int(config.sequences.packed)
+    COLUMN_SPLITS, PARTS, NONLINEAR, UNIT = config.column_splits, config.parts.count, config.variant.nonlinear, int(config.sequences.packed)
     GRAD = fp32 if config.float32_grad else INPUT
     FENCED = COLUMN_SPLITS == 1  # does each consumer publish dS itself?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
@@ -112,25 +112,25 @@ def make(config: Config):
         return queries
 
     @inlined
-    def step(j, s, dk, dv, dslope, masked, rings, keys, values, wg, at, coming, key, scale):
+    def step(j, s, dk, dv, dslope, masked, rings, keys, values, wg, ctx, coming, key, scale):
         """(the scores of the next tile of queries, which begins with query `coming`; dK, dV and the slopes' sum) after tile j,
         whose scores are s."""
         k, q, do, ds_ring, dq_ring, lse_delta, bias = rings
-        dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
-        at = brought.by_keys(bias, j, at, wg // COLUMN_SPLITS)
+        dp = warpgroup.mm_ABt(values, whole(do.wait(j), ctx.queries - ctx.row))
+        ctx = brought.by_keys(bias, j, ctx, wg // COLUMN_SPLITS)
         vectors = lse_delta.wait(j)
         lse = load(subtile(vectors, ROWS, 0), S.col_vec)
-        s, grad = variant.bent(s, at, key)
+        s, grad = variant.score_and_grad(s, ctx, key)
         if NONLINEAR:
             grad = GRAD(grad)
-        p = tiling.weights(s, lse, masked, at, key, scale)
+        p = tiling.weights(s, lse, masked, ctx, key, scale)
         p16 = INPUT(turned(p))
-        dv = warpgroup.mma_AB(dv, variant.left(p16), columns(do.wait(j), V_COLS, wg % COLUMN_SPLITS))
+        dv = warpgroup.mma_AB(dv, variant.remove_dropped(p16), columns(do.wait(j), V_COLS, wg % COLUMN_SPLITS))
         dp = turned(warpgroup.wait(dp, newer=1))
         if ROUNDED:
             p = fp32(turned(p16))
-        ds = variant.slope(p, dp, load(subtile(vectors, ROWS, 1), S.col_vec), at)
-        dslope = slope_gradient.add(dslope, ds, at, key)
+        ds = variant.score_grad(p, dp, load(subtile(vectors, ROWS, 1), S.col_vec), ctx)
+        dslope = slope_gradient.add(dslope, ds, ctx, key)
         if NONLINEAR:
             ds = ds * fp32(grad)
         ds = INPUT(turned(ds))
@@ -155,7 +155,7 @@ def make(config: Config):
             do.release(j)
             ds_tile = ds_ring.wait(j)
         part = parts.issue(LAST + wg, ds_tile, k.wait(0))
-        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), at.queries - coming))
+        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), ctx.queries - coming))
         part = warpgroup.wait(part, newer=1)
         ds_ring.release(j)
         dk = warpgroup.wait(dk, newer=1)
@@ -167,7 +167,7 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
-        gDK: array(4, OUT), gDV: array(4, OUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
         group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
@@ -179,27 +179,27 @@ def make(config: Config):
         wg = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
         line = int32(blocks * (pair // heads) + block)  # of what is learnt
-        block, batch, dkv_head = sequences.find_keys(block, pair, heads, KV, given)
+        block, batch, dkv_head = sequences.find_keys(block, pair, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)
-        seq, key = sequences.sequence(batch, given), int32(KV * block)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and wg < CONSUMERS:
-            some, row = sequences.nobodys_keys(key, batch, KV, given)
+            some, row = sequences.nobodys_keys(key, batch, KV, params)
             if some:
                 at_keys = int32(0), int32(row + EACH * (wg // COLUMN_SPLITS)), dkv_head
                 result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % COLUMN_SPLITS)))
                 result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % COLUMN_SPLITS)))
-        if not sequences.has_keys(key, batch, given):
+        if not sequences.has_keys(key, batch, params):
             return
-        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
-        above = sequences.first_tile(batch, given)
+        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
+        above = sequences.first_tile(batch, params)
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, at, group, above)
+                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, above)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
-                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, above)
+                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)
@@ -210,27 +210,29 @@ def make(config: Config):
             keys, values = subtile(keys, EACH, wg // COLUMN_SPLITS), subtile(values, EACH, wg // COLUMN_SPLITS)
             mine = int32(key + EACH * (wg // COLUMN_SPLITS) + S.cols * warpgroup.rank())
             rings = k, q, do, ds_ring, dq_ring, lse_delta, bias
-            queries = whole(q.wait(0), seq.queries - ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, at, group))
+            queries = whole(q.wait(0), seq.queries - ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
-                stands = at._replace(head=int32(group * head_group + h))
-                kept, dslope = variant.keep(stands), slope_gradient.init(SCORES)
+                base_ctx = ctx._replace(head=int32(group * head_group + h))
+                precomputed, dslope = variant.precompute(base_ctx), slope_gradient.init(SCORES)
                 for i in range(q_tiles.n):
                     index, next_index = order.visit_index(q_tiles.n, i), order.visit_index(q_tiles.n, i + 1 if i + 1 < q_tiles.n else 0)
-                    here = stands._replace(row=int32(ROWS * tiling.tile_index(q_tiles, index, key, at, group)), kept=kept)
-                    coming = ROWS * tiling.tile_index(q_tiles, next_index, key, at, group)
+                    here = base_ctx._replace(
+                        row=int32(ROWS * tiling.tile_index(q_tiles, index, key, ctx, group)), precomputed=precomputed
+                    )
+                    coming = ROWS * tiling.tile_index(q_tiles, next_index, key, ctx, group)
                     masked = tiling.needs_mask(q_tiles, index)
                     s, dk, dv, dslope = step(j, s, dk, dv, dslope, masked, rings, keys, values, wg, here, coming, mine, scale)
                     j = int32(j + 1)
-                slope_gradient.store(dslope, given, stands, int32(LEARNERS * line + warpgroup.WARPGROUP * wg + warpgroup.rank()))
+                slope_gradient.store(dslope, params, base_ctx, int32(LEARNERS * line + warpgroup.WARPGROUP * wg + warpgroup.rank()))
             if j > 0:
                 dq_ring.publish(PARTS * (j - 1) + LAST + wg)
             row = seq.key + key + EACH * (wg // COLUMN_SPLITS)
             if sequences.packed:
-                end = sequences.last_key(batch, given)
+                end = sequences.last_key(batch, params)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
             result.store_warpgroup(gDK, dk * unit, (seq.batch, row, dkv_head, K_COLS * (wg % COLUMN_SPLITS)))
-            result.store_warpgroup(gDV, variant.output(dv, at), (seq.batch, row, dkv_head, V_COLS * (wg % COLUMN_SPLITS)))
+            result.store_warpgroup(gDV, variant.output(dv, ctx), (seq.batch, row, dkv_head, V_COLS * (wg % COLUMN_SPLITS)))
 
     return attend, smem

@@ -19,7 +19,7 @@ from ..base_config import BaseConfig
 from ..scores import BiasedByTile
 from ..sequences import Batched
 from ..tiling import clear_ahead, clear_behind
-from ..variants import At, Both
+from ..variants import Both, ScoreContext
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
 from .recomputed_scores import BiasRead
@@ -51,8 +51,8 @@ class Config(BaseConfig):
 def serves(main: BackwardConfig, read: BiasRead) -> bool:
     """Does this kernel serve the gradient of the bias that `read` reads, if this is the main kernel's configuration?"""
     variant = main.variant
-    plain = main.lie is Batched and not (main.by_list or main.axes or variant.draws)
-    return variant.brings is not None and main.head_dim in KV and plain and read.score_and_grad is None
+    plain = main.lie is Batched and not (main.by_list or main.axes or variant.uses_random)
+    return variant.tma_bias is not None and main.head_dim in KV and plain and read.score_and_grad is None
 
 
 def config_for(main: BackwardConfig) -> Config:
@@ -73,7 +73,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, COLS, EACH, MAIN_ROWS = config.rows, config.kv, warpgroup.ROWS, config.main_rows
-    GIVEN, AUX, variant, tiling, brought = config.given, config.aux, config.variant, config.tiling, config.brought
+    PARAMS, AUX, variant, tiling, brought = config.params, config.aux, config.variant, config.tiling, config.brought
     sequences, result, REGISTER_COUNTS = config.sequences, float32_output(config.accumulate), REGISTERS
     S, readers = rt(16, COLS, fp32), CONSUMERS * warpgroup.WARPGROUP
     DOUT = st(ROWS, config.value_dim, config.dtype)
@@ -86,36 +86,36 @@ def make(config: Config):
     )
 
     @inlined
-    def tile_of(m, bias_heads, bias_tiles, blocks, given, aux):
+    def tile_of(m, bias_heads, bias_tiles, blocks, params, aux):
         """(the context of the m-th tile's first query and head, its first key, do its queries see any of its keys, must its
         scores be masked?)"""
         rest, number = divmod(int32(m), blocks)
         rest, tile = divmod(rest, bias_tiles)
         batch, head = divmod(rest, bias_heads)
-        seq, row, key = sequences.sequence(batch, given), int32(ROWS * tile), int32(COLS * number)
-        at = At(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        keys = variant.keys(row, row + ROWS - 1, at)
+        seq, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
+        ctx = ScoreContext(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        keys = variant.key_range(row, row + ROWS - 1, ctx)
         masked = key < keys.inner_first or key + COLS > keys.inner_end
-        return at, key, keys.first < key + COLS and key < keys.end, masked
+        return ctx, key, keys.first < key + COLS and key < keys.end, masked
 
     @inlined
-    def compute_ds(n, tile, rings, gLseDelta, at, key, masked, wg, scale):
+    def compute_ds(n, tile, rings, gLseDelta, ctx, key, masked, wg, scale):
         """dS of a consumer's rows, for the n-th tiles of Q, dO, K and V that the producer loaded."""
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, wg), k.wait(n))
         values = v.wait(n)
-        clear_ahead(values, tiling.unseen_ahead(key, at), CONSUMERS)
-        clear_behind(values, tiling.unseen_behind(key + COLS, at), CONSUMERS)
+        clear_ahead(values, tiling.unseen_ahead(key, ctx), CONSUMERS)
+        clear_behind(values, tiling.unseen_behind(key + COLS, ctx), CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, wg), values)
-        index = int32(2 * MAIN_ROWS * (at.row // MAIN_ROWS) + at.row % MAIN_ROWS)
-        lse = load(gLseDelta, S.col_vec, (at.batch, at.head, index))
-        delta = load(gLseDelta, S.col_vec, (at.batch, at.head, int32(index + MAIN_ROWS)))
-        at = brought.own_rows(tile, at._replace(kept=variant.keep(at)), wg)
+        index = int32(2 * MAIN_ROWS * (ctx.row // MAIN_ROWS) + ctx.row % MAIN_ROWS)
+        lse = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, index))
+        delta = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, int32(index + MAIN_ROWS)))
+        ctx = brought.own_rows(tile, ctx._replace(precomputed=variant.precompute(ctx)), wg)
         s = warpgroup.wait(s, newer=1)
         q.release(n)
         k.release(n)
-        s, _ = variant.bent(s, at, key)
-        p = tiling.weights(s, lse, masked, at, key, scale)
+        s, _ = variant.score_and_grad(s, ctx, key)
+        p = tiling.weights(s, lse, masked, ctx, key, scale)
         dp = warpgroup.wait(dp)
         do.release(n)
         v.release(n)
@@ -124,7 +124,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def biased(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value), gDO: tiled(DOUT), gLseDelta: array(3),
-        gDBias: array(4), given: GIVEN, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT,
+        gDBias: array(4), params: PARAMS, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT,
         heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads` heads,
@@ -136,15 +136,15 @@ def make(config: Config):
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
-                at, key, visible, _ = tile_of(m, bias_heads, bias_tiles, blocks, given, aux)
+                ctx, key, visible, _ = tile_of(m, bias_heads, bias_tiles, blocks, params, aux)
                 if visible:
-                    brought.fill(tiles, t, given, (at.batch, at.head, at.row, key // COLS))
+                    brought.fill(tiles, t, params, (ctx.batch, ctx.head, ctx.row, key // COLS))
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
-                        batch, head = int32(at.batch + batch), int32(at.head + head)
-                        q.fill(n, gQ, (batch, at.row // ROWS, head))
+                        batch, head = int32(ctx.batch + batch), int32(ctx.head + head)
+                        q.fill(n, gQ, (batch, ctx.row // ROWS, head))
                         k.fill(n, gK, (batch, key // COLS, head // group))
-                        do.fill(n, gDO, (batch, at.row // ROWS, head))
+                        do.fill(n, gDO, (batch, ctx.row // ROWS, head))
                         v.fill(n, gV, (batch, key // COLS, head // group))
                         n = int32(n + 1)
                     t = int32(t + 1)
@@ -152,17 +152,17 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             rings = q, k, v, do
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
-                at, key, visible, masked = tile_of(m, bias_heads, bias_tiles, blocks, given, aux)
-                row, total = int32(at.row + EACH * wg + S.rows * warpgroup.rank()), zeros(S)
+                ctx, key, visible, masked = tile_of(m, bias_heads, bias_tiles, blocks, params, aux)
+                row, total = int32(ctx.row + EACH * wg + S.rows * warpgroup.rank()), zeros(S)
                 if visible:
                     tile = tiles.wait(t)
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
-                        here = at._replace(batch=int32(at.batch + batch), head=int32(at.head + head), row=row)
+                        here = ctx._replace(batch=int32(ctx.batch + batch), head=int32(ctx.head + head), row=row)
                         total = total + compute_ds(n, tile, rings, gLseDelta, here, key, masked, wg, scale)
                         n = int32(n + 1)
                     brought.give_back(tiles, t)
                     t = int32(t + 1)
-                result.store_tile(gDBias, total, (at.batch, at.head, row, key))
+                result.store_tile(gDBias, total, (ctx.batch, ctx.head, row, key))
 
     return biased, smem

@@ -19,7 +19,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import variants
-from ..variants import At
+from ..variants import ScoreContext
 from ..visible_keys import CAUSAL, FULL
 from . import hopper, hopper_pipeline
 from .hopper_pipeline import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
@@ -37,7 +37,7 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.folds
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_folded_backward
 
 
 @functools.lru_cache(1024)
@@ -57,7 +57,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, order, brought = config.given, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     keep, claim = REGISTERS
@@ -65,12 +65,12 @@ def make(config: Config):
     load_tiles, add_dq, next_tile = hopper_pipeline.make_load(config), hopper_pipeline.make_add_dq(config), hopper_pipeline.make_next_tile(config)
 
     @inlined
-    def weighed(j, s, masked, rings, wg, at, key, scale):
+    def weighed(j, s, masked, rings, wg, ctx, key, scale):
         """The weights of tile j, whose scores are s."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
         lse = load(subtile(lse_delta.wait(j), ROWS, 0), S.col_vec)
-        s, _ = variant.bent(turned(s), at, key)
-        return tiling.weights(s, lse, masked, at, key, scale)
+        s, _ = variant.score_and_grad(turned(s), ctx, key)
+        return tiling.weights(s, lse, masked, ctx, key, scale)
 
     @inlined
     def sloped(j, p, dv, values, rings, wg):
@@ -97,7 +97,7 @@ def make(config: Config):
         """The step from one tile of queries to the next. Every step but the first (`later`) also computes a part of dQ."""
 
         @inlined
-        def step(j, ds, dk, dv, masked, rings, blocks, wg, at, key, scale):
+        def step(j, ds, dk, dv, masked, rings, blocks, wg, ctx, key, scale):
             q, do, ds_ring, dq_ring, lse_delta, bias = rings
             keys, values, k_tile = blocks
             s = warpgroup.mm_ABt(keys, q.wait(j + 1))
@@ -106,7 +106,7 @@ def make(config: Config):
                 part = parts.issue(wg, ds_ring.wait(j - 1), k_tile.wait(0))
             s = warpgroup.wait(s, newer=2 if later else 1)
             mine = int32(key + EACH * wg + S.cols * warpgroup.rank())  # computed anew, to save registers
-            p = weighed(j + 1, s, masked, rings, wg, at, mine, scale)
+            p = weighed(j + 1, s, masked, rings, wg, ctx, mine, scale)
             if later:
                 part = warpgroup.wait(part)
             dk = warpgroup.wait(dk)
@@ -128,7 +128,7 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
         group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
@@ -138,23 +138,23 @@ def make(config: Config):
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
         batch, dkv_head = divmod(pair, heads)
         head_group, split = divmod(dkv_head, splits)
-        seq, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, at, group, 0)
+                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
-                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, 0)
+                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, 0)
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)
             if tiles > 0:
-                here = at._replace(row=int32(ROWS * order.first_visited(q_tiles)))
-                here = here._replace(kept=variant.keep(here))
+                here = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles)))
+                here = here._replace(precomputed=variant.precompute(here))
                 keys, values = k.wait(0), v.wait(0)
                 q_tiles.clear(keys, CONSUMERS)
                 q_tiles.clear(values, CONSUMERS)

@@ -23,7 +23,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from .. import variants
-from ..variants import At
+from ..variants import ScoreContext
 from ..visible_keys import CAUSAL, FULL
 from . import hopper, hopper_pipeline
 from .hopper_pipeline import CONSUMER_WARPS, CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP
@@ -48,14 +48,14 @@ class Config(hopper.Config):
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
     """Is this kernel for such heads?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.lean
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_narrow_backward
 
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
     """The configuration that serves a problem. kind: `ordered`, `stores`."""
     shape = CONSUMERS * warpgroup.ROWS, QUERIES
-    ds_stages = 1 if variant.brings else 2  # there is room for no more
+    ds_stages = 1 if variant.tma_bias else 2  # there is room for no more
     return Config(HEAD_DIM, HEAD_DIM, dtype, variant, *shape, stages=3, ds_stages=ds_stages, rounded_p=True, **kind)
 
 
@@ -70,11 +70,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    GIVEN, AUX, INPUT, order, brought = config.given, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     gathers = warpgroup.WARPGROUP
-    NONLINEAR, TURNS, (keep, take, claim) = variant.bends, variant.scored, REGISTERS
+    NONLINEAR, TURNS, (keep, take, claim) = variant.nonlinear, variant.changes_scores, REGISTERS
     smem = shared(
         k=ring(config.key, 1, CONSUMER_WARPS),
         v=ring(config.value, 1, CONSUMER_WARPS),
@@ -95,7 +95,7 @@ def make(config: Config):
         lse_delta.release(j, None, True)
 
     @inlined
-    def step(j, dv, masked, rings, keys, values, at, key, scale):
+    def step(j, dv, masked, rings, keys, values, ctx, key, scale):
         """P and dS of tile j of queries, and dV with its contribution."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
         s = warpgroup.mm_ABt(keys, q.wait(j))
@@ -107,12 +107,12 @@ def make(config: Config):
             turn.take(warpgroup.id())
         q.release(j)
         mine = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # computed anew, to save registers
-        at = brought.by_keys(bias, j, at, warpgroup.id())
+        ctx = brought.by_keys(bias, j, ctx, warpgroup.id())
         brought.give_back(bias, j)
-        s, grad = variant.bent(s, at, mine)
+        s, grad = variant.score_and_grad(s, ctx, mine)
         if NONLINEAR:
             grad = INPUT(grad)  # to save registers
-        p = tiling.weights(s, load(subtile(vectors, ROWS, 0), S.col_vec), masked, at, mine, scale)
+        p = tiling.weights(s, load(subtile(vectors, ROWS, 0), S.col_vec), masked, ctx, mine, scale)
         if TURNS:
             turn.give(warpgroup.id())
         dout = do.wait(j)
@@ -158,7 +158,7 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
         group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
@@ -168,17 +168,17 @@ def make(config: Config):
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
         batch, dkv_head = divmod(pair, heads)
         head_group, split = divmod(dkv_head, splits)
-        seq, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles, row = int32(group * q_tiles.n), seq.key + key
         if wg == PRODUCER:
             warpgroup.release_registers(keep)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, at, group, 0)
+                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
-                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, at, group, 0)
+                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, 0)
         elif wg == GATHERER:
             warpgroup.claim_registers(take)
             dk, rings = zeros(DK), (q, do, ds_ring, dq_ring, lse_delta, bias)
@@ -193,8 +193,8 @@ def make(config: Config):
                 turn.begin(wg)
             dv, rings = zeros(DV), (q, do, ds_ring, dq_ring, lse_delta, bias)
             if tiles > 0:
-                here = at._replace(row=int32(ROWS * order.first_visited(q_tiles)))
-                here, i = here._replace(kept=variant.keep(here)), int32(0)
+                here = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles)))
+                here, i = here._replace(precomputed=variant.precompute(here)), int32(0)
                 k_tile, v_tile = k.wait(0), v.wait(0)
                 q_tiles.clear(k_tile, CONSUMERS)
                 q_tiles.clear(v_tile, CONSUMERS)

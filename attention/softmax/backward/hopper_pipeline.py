@@ -34,7 +34,7 @@ class Config(BackwardConfig):
     @property
     def ordered_adds(self) -> AscendingAdds:
         computed = self.lie is Batched and not self.by_list
-        rising = self.variant.rising and self.variant.from_first and self.variant.within
+        rising = self.variant.monotonic and self.variant.starts_at_zero and self.variant.ends_at_last_key
         return (SnakeAdds if computed and rising else AscendingAdds)(1, True, DQ_WARPS, self.stores_first)
 
     @property
@@ -79,30 +79,30 @@ def make_load(config: Config, ahead: bool = False):
     tiling, order, sequences, brought = config.tiling, config.order, config.sequences, config.brought
 
     @inlined
-    def load_tiles(arrays, rings, seq, block, kv_head, q_tiles, key, at, group, above):
+    def load_tiles(arrays, rings, seq, block, kv_head, q_tiles, key, ctx, group, above):
         """Bring a block of keys and values, and all tiles of queries that see it. above: how many tiles of queries belong to
         sequences before. (Heads and tiles are counted: a division would take the producer's time, a nested loop its
         registers.)"""
         gK, gV, gQ, gDO, gLseDelta = arrays
         k, v, q, do, lse_delta, bias = rings
-        tiles, head, place = int32(group * q_tiles.n), int32(at.head), order.first_visited(q_tiles)
+        tiles, head, place = int32(group * q_tiles.n), int32(ctx.head), order.first_visited(q_tiles)
         at_keys = seq.batch, sequences.begins(seq.key, block, KV), kv_head
         if AHEAD or tiles > 0:
             k.fill(0, gK, at_keys)
         if AHEAD:
             v.fill(0, gV, at_keys)
         for j in range(tiles):
-            tile = tiling.tile_at(q_tiles, place, key, at, group)
+            tile = tiling.tile_at(q_tiles, place, key, ctx, group)
             begins = sequences.begins(seq.query, tile, ROWS)
             q.fill(j, gQ, (seq.batch, begins, head))
-            brought.fill(bias, j, at.given, (at.batch, head, int32(ROWS * tile), block))
+            brought.fill(bias, j, ctx.params, (ctx.batch, head, int32(ROWS * tile), block))
             if j == 0 and not AHEAD:
                 v.fill(0, gV, at_keys)
             do.fill(j, gDO, (seq.batch, begins, head))
             lse_delta.fill(j, gLseDelta, (seq.batch, head, int32(above + tile)))
             head, place = order.next_tile(q_tiles, head, place)
         if AHEAD:
-            q.fill(tiles, gQ, (seq.batch, 0, at.head))
+            q.fill(tiles, gQ, (seq.batch, 0, ctx.head))
 
     return load_tiles
 
@@ -112,19 +112,19 @@ def make_add_dq(config: Config):
     PARTS, tiling, order = config.parts.count, config.tiling, config.order
 
     @inlined
-    def add_dq(gDQAccum, dq_ring, block, pair, q_tiles, key, at, group, above):
+    def add_dq(gDQAccum, dq_ring, block, pair, q_tiles, key, ctx, group, above):
         """Send a sender's parts of dQ, each in its turn."""
         mine, of, place = int32(warpgroup.rank() - FIRST_DQ_WARP), int32(group * pair), order.first_visited(q_tiles)
         for j in range(int32(group * q_tiles.n)):
-            number = tiling.tile_at(q_tiles, place, key, at, group)
-            tile, prior = int32(above + number), order.prior_adds(tiling, block, number, at, group)
-            order.wait(at.given, of, tile, mine, prior)
+            number = tiling.tile_at(q_tiles, place, key, ctx, group)
+            tile, prior = int32(above + number), order.prior_adds(tiling, block, number, ctx, group)
+            order.wait(ctx.params, of, tile, mine, prior)
             for turn in range(PARTS // DQ_WARPS):
                 n = int32(PARTS * j + DQ_WARPS * turn + mine)
                 order.add(gDQAccum, (of, int32(PARTS * tile + DQ_WARPS * turn + mine)), dq_ring.wait(n), prior)
                 store_wait()
                 dq_ring.release(n)
-            order.arrive(at.given, of, tile, mine, prior)
+            order.arrive(ctx.params, of, tile, mine, prior)
             of, place = order.next_tile(q_tiles, of, place)
 
     return add_dq
@@ -141,7 +141,7 @@ def make_next_tile(config: Config):
         i = int32(i + 1)
         if i == q_tiles.n:
             i, here = int32(0), here._replace(head=int32(here.head + 1))
-            here = here._replace(kept=variant.keep(here))
+            here = here._replace(precomputed=variant.precompute(here))
         return i, here._replace(row=int32(ROWS * (q_tiles.first + order.visit_index(q_tiles.n, i))))
 
     return next_tile

@@ -17,7 +17,7 @@ from ops import divmod, grid, load, subtile, turned, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
-from ..variants import At, Variant
+from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig
 
@@ -43,7 +43,7 @@ class Config(BackwardConfig):
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
     """Are these kernels for such heads?"""
-    return max(head_dim, value_dim or 0) > 128 and variant.light
+    return max(head_dim, value_dim or 0) > 128 and variant.fits_wide_backward
 
 
 def padded(head_dim: int, value_dim: int | None) -> tuple[int, int]:
@@ -68,11 +68,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, INPUT, GIVEN, AUX = config.kv, config.rows, config.dtype, config.given, config.aux
+    KV, ROWS, INPUT, PARAMS, AUX = config.kv, config.rows, config.dtype, config.params, config.aux
     variant, tiling, sequences, order = config.variant, config.tiling, config.sequences, config.order
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
-    each, both, NONLINEAR = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.bends
+    each, both, NONLINEAR = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.nonlinear
     keep, claim = REGISTERS
     smem = shared(
         k=ring(config.key, 1, each),
@@ -88,7 +88,7 @@ def make(config: Config):
         """exp2(`scale` s - lse) of tile j's scores, and the same times the derivatives of these."""
         lse = load(subtile(lse_delta.wait(j), ROWS, 0), S.col_vec)
         lse_delta.release(j)
-        s, bend = variant.bent(turned(s), here, key)
+        s, bend = variant.score_and_grad(turned(s), here, key)
         p = tiling.weights(s, lse, masked, here, key, scale)
         if NONLINEAR:
             return turned(p), turned(p * bend)
@@ -113,17 +113,17 @@ def make(config: Config):
         return INPUT(weights)
 
     @inlined
-    def place(j, q_tiles, at, group, head_group):
+    def place(j, q_tiles, ctx, group, head_group):
         """(where tile j of queries lies, must it be masked?)"""
         h, i = divmod(j, q_tiles.n)
-        here = at._replace(head=int32(group * head_group + h), row=int32(ROWS * (q_tiles.first + i)))
-        return here._replace(kept=variant.keep(here)), tiling.needs_mask(q_tiles, i)
+        here = ctx._replace(head=int32(group * head_group + h), row=int32(ROWS * (q_tiles.first + i)))
+        return here._replace(precomputed=variant.precompute(here)), tiling.needs_mask(q_tiles, i)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
-        given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT,
+        params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT,
         scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a block of keys with one of `pairs` pairs of share and batch: see hopper.py. The query heads of a share
@@ -134,9 +134,9 @@ def make(config: Config):
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
         batch, dkv_head = divmod(pair, heads)
         head_group, split = divmod(dkv_head, splits)
-        seq, key = sequences.sequence(batch, given), int32(KV * block)
-        at = At(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        q_tiles = tiling.take_split(tiling.query_tiles(key, at, group), split, splits)
+        seq, key = sequences.sequence(batch, params), int32(KV * block)
+        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
@@ -160,14 +160,14 @@ def make(config: Config):
                     q_tiles.clear(keys, 1)
                     s = warpgroup.wait(warpgroup.mm_ABt(keys, q.wait(0)))
                     q.release(0)
-                    here, masked = place(int32(0), q_tiles, at, group, head_group)
+                    here, masked = place(int32(0), q_tiles, ctx, group, head_group)
                     weights = handed(int32(0), weighed(int32(0), s, lse_delta, here, mine, masked, scale), p)
                     for j in range(1, tiles):
                         s = warpgroup.mm_ABt(keys, q.wait(j))
                         dv = warpgroup.mma_AB(dv, weights, do.wait(j - 1))
                         s = warpgroup.wait(s, newer=1)
                         q.release(j)
-                        here, masked = place(int32(j), q_tiles, at, group, head_group)
+                        here, masked = place(int32(j), q_tiles, ctx, group, head_group)
                         found = weighed(j, s, lse_delta, here, mine, masked, scale)
                         dv = warpgroup.wait(dv)
                         do.release(j - 1)

@@ -15,7 +15,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..base_config import BaseConfig
 from ..tiling import clear_ahead, clear_behind
-from ..variants import At, Variant
+from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .hopper_wide import padded
 
@@ -63,11 +63,11 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, EACH, INPUT, GIVEN, AUX = config.rows, warpgroup.ROWS, config.dtype, config.given, config.aux
+    ROWS, EACH, INPUT, PARAMS, AUX = config.rows, warpgroup.ROWS, config.dtype, config.params, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     DQ, S = rt(16, config.head_dim, fp32), rt(16, config.kv, fp32)
     readers = CONSUMERS * warpgroup.WARPGROUP
-    NONLINEAR, (keep, claim) = variant.bends, REGISTERS
+    NONLINEAR, (keep, claim) = variant.nonlinear, REGISTERS
     smem = shared(
         q=ring(config.query, 1, readers),
         do=ring(config.dout, 1, readers),
@@ -86,7 +86,7 @@ def make(config: Config):
         """(the scores of the next key block, dQ) after key block j, whose scores are s."""
         q, do, k, v = rings
         dp = warpgroup.mm_ABt(rows_of(do.wait(0)), v.wait(j))
-        s, grad = variant.bent(s, here, key)
+        s, grad = variant.score_and_grad(s, here, key)
         p = tiling.weights(s, lse, masked, here, key, scale)
         if NONLINEAR:
             p = p * grad
@@ -102,7 +102,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gDO: tiled(config.dout),
-        gLseDelta: array(3), gDQ: array(4, INPUT), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
+        gLseDelta: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dQ of a block of queries of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group`
@@ -114,14 +114,14 @@ def make(config: Config):
         block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
         batch, head = divmod(pair, heads)
         kv_head, _ = divmod(head, group)
-        seq, row = sequences.sequence(batch, given), int32(ROWS * block)
-        at = At(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, given, aux, 0)
-        kv_blocks = tiling.key_blocks(row, at)
+        seq, row = sequences.sequence(batch, params), int32(ROWS * block)
+        ctx = ScoreContext(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        kv_blocks = tiling.key_blocks(row, ctx)
         if wg == CONSUMERS:
             warpgroup.release_registers(keep)
             q.fill(0, gQ, (seq.batch, block, head))
             for j in range(kv_blocks.n):
-                key = tiling.key(kv_blocks, j, at)
+                key = tiling.key(kv_blocks, j, ctx)
                 k.fill(j, gK, (seq.batch, key, kv_head))
                 if j == 0:
                     do.fill(0, gDO, (seq.batch, block, head))
@@ -131,13 +131,13 @@ def make(config: Config):
             warpgroup.claim_registers(claim)
             first = int32(row + EACH * wg)
             mine = int32(first + S.rows * warpgroup.rank())
-            here = at._replace(row=mine)
-            here = here._replace(kept=variant.keep(here))
+            here = ctx._replace(row=mine)
+            here = here._replace(precomputed=variant.precompute(here))
             lse = load(gLseDelta, S.col_vec, (batch, head, int32(first + mine)))
             delta = load(gLseDelta, S.col_vec, (batch, head, int32(first + mine + EACH)))
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
             for j in range(kv_blocks.n):
-                masked, key = j < kv_blocks.cut, tiling.key(kv_blocks, j, at)
+                masked, key = j < kv_blocks.cut, tiling.key(kv_blocks, j, ctx)
                 ahead, behind = kv_blocks.ahead if j == kv_blocks.cut - 1 else int32(0), kv_blocks.behind if j == 0 else int32(0)
                 if ahead > 0 or behind > 0:
                     warpgroup.sync_several(CONSUMERS)  # both have their scores of these keys

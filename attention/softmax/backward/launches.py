@@ -13,7 +13,7 @@ from tiles.launch import kernel_for
 from tiles.program import Fill, Plan, nothing
 from tiles.schema import Problem
 
-from ..assembled import Assembled
+from ..assembled import VariantSpec
 from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..prepared_lists import Listing, check
 from . import finish, hopper_wide, hopper_wide_queries, prepare, shares, sinks, slopes
@@ -30,7 +30,7 @@ IN_LINE = 16  # multiprocessors that work on one pair at a time in order, where 
 
 def plan_launches(
     problem: Problem,
-    made: Assembled,
+    spec: VariantSpec,
     scale: float,
     deterministic: bool,
     family: str | None,
@@ -50,9 +50,9 @@ def plan_launches(
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if accumulate else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
     (lie, where), gpu = sequences_of(problem), machine(problem.device)
-    module, config, plain = choose_kernel(problem, made, deterministic, family, aux, listing, reads)
+    module, config, plain = choose_kernel(problem, spec, deterministic, family, aux, listing, reads)
     if module is hopper_wide:
-        return plan_wide_launches(problem, made, scale, config, deterministic, sunk)
+        return plan_wide_launches(problem, spec, scale, config, deterministic, sunk)
     slope_gradient, by_list = config.slope_gradient, config.by_list
     parts, split = config.parts, shares.QuerySplit()
     if lie.packed:  # see there, how many blocks that takes
@@ -62,7 +62,7 @@ def plan_launches(
         tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     early = Before(problem)
     if not (accumulate or listing):
-        longest_first = made.variant.rising and not isinstance(config.order, LastBlockStores)
+        longest_first = spec.variant.monotonic and not isinstance(config.order, LastBlockStores)
         split = shares.choose_split(problem, blocks, tiles, deterministic, longest_first, gpu.processors)
     if slope_gradient is not slopes.NO_SLOPE_GRADIENT:  # all spans of a subgroup would have the same places
         split = split._replace(splits=1)
@@ -74,7 +74,7 @@ def plan_launches(
     if isinstance(config.order, OrderedAdds):
         turns["turns"] = early.memory((batch * heads, config.order.lines * tiles), "int32")
     told = where | turns
-    given = made.numbers | {name: x for name, x in variant_arrays(problem).items() if name in made.variant.given}
+    given = spec.numbers | {name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params}
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or early.classes(listing.blocked)
@@ -83,7 +83,7 @@ def plan_launches(
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing), but="tiles")
-        found = launch_query_lists(early, made, listing.varies, config, where | given, read)
+        found = launch_query_lists(early, spec, listing.varies, config, where | given, read)
         surveyed = {"classes": spread(classes := found.pop("classes"), (batch, heads, *classes.form.shape[2:]))}
         listed_by = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in found.items()}
     learnt: dict[str, Any] = {}
@@ -101,8 +101,8 @@ def plan_launches(
         gLseDelta=lse_delta,
         gDQAccum=dq_accum,
         blocks=blocks,
-        raster_group=choose_raster_group(made.variant.rising, config.order, gpu.processors, kv_len if plain else math.inf),
-        scale=made.unit * LOG2_E,
+        raster_group=choose_raster_group(spec.variant.monotonic, config.order, gpu.processors, kv_len if plain else math.inf),
+        scale=spec.unit * LOG2_E,
         unit=scale,
         **of_keys,
         **told,
@@ -120,7 +120,7 @@ def plan_launches(
     if sunk:
         steps.append(_bind_sinks(problem, sinks.config_of(config), lse_delta, batch, tiles))
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gSums": lse_delta}
-    score_gradients = ScoreGradients(problem, made, config, late, arrays | where | given | surveyed | read, gpu.processors)
+    score_gradients = ScoreGradients(problem, spec, config, late, arrays | where | given | surveyed | read, gpu.processors)
     for name, readers in reads.items():
         if name == "dalibi" and learnt:
             score_gradients.launch_sum(name, learnt["found"])
@@ -138,15 +138,15 @@ def choose_raster_group(rising: bool, order: UnorderedAdds, processors: int, key
 
 
 def plan_wide_launches(
-    problem: Problem, made: Assembled, scale: float, by_keys: hopper_wide.Config, deterministic: bool, sunk: bool
+    problem: Problem, spec: VariantSpec, scale: float, by_keys: hopper_wide.Config, deterministic: bool, sunk: bool
 ) -> Plan:
     """The launches of the gradients of wide heads: dK and dV, and dQ by itself. Of dQ nothing is summed in memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
-    by_queries = hopper_wide_queries.config_for(head_dim, dtype, made.variant, value_dim)
+    by_queries = hopper_wide_queries.config_for(head_dim, dtype, spec.variant, value_dim)
     (_, where), early, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     blocks, group, late = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, early.scratch)
-    split = shares.choose_split(problem, blocks, tiles, deterministic, made.variant.rising, gpu.processors)
+    split = shares.choose_split(problem, blocks, tiles, deterministic, spec.variant.monotonic, gpu.processors)
     of_keys, by_keys = shares.arguments(early, late, by_keys, split), replace(by_keys, splits_queries=split.splits > 1)
     lse_delta = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = _bind_prepare(problem, prepare.without_sums(by_keys), lse_delta, lse_delta, tiles, where)  # there are none to clear
@@ -165,13 +165,13 @@ def plan_wide_launches(
                 gDO=problem["dout"],
                 gLseDelta=lse_delta,
                 blocks=count,
-                raster_group=choose_raster_group(made.variant.rising, UNORDERED, gpu.processors),
-                scale=made.unit * LOG2_E,
+                raster_group=choose_raster_group(spec.variant.monotonic, UNORDERED, gpu.processors),
+                scale=spec.unit * LOG2_E,
                 unit=scale,
                 **where,
                 **own,
-                **made.numbers,
-                **{name: x for name, x in variant_arrays(problem).items() if name in made.variant.given},
+                **spec.numbers,
+                **{name: x for name, x in variant_arrays(problem).items() if name in spec.variant.params},
             )
         )
     if sunk:

@@ -50,16 +50,16 @@ def normed_and_dy(gX, gDY, at, of_rows):
 
 
 @inlined
-def normed_and_dn(gX, gDY, at, of_rows, given):
+def normed_and_dn(gX, gDY, at, of_rows, params):
     """(n, dn) of a tile; of_rows as in `seen`."""
     n, dy = normed_and_dy(gX, gDY, at, of_rows)
-    return n, dy * load(given.norm_weights, PART.row_vec, (at[2], at[3]), 0, 1, True)
+    return n, dy * load(params.norm_weights, PART.row_vec, (at[2], at[3]), 0, 1, True)
 
 
 @inlined
-def mean_of(sums, given):
+def mean_of(sums, params):
     """The means of rows, from their sums."""
-    return sums / given.columns
+    return sums / params.columns
 
 
 @dataclass(frozen=True)
@@ -89,32 +89,32 @@ class NormRowGradients:
     def make(config: "NormRowGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, X, ALIGNED = config.dtype, rt(PART.rows, config.head_dim, fp32), config.aligned or None
-        norm, CENTRED, GIVEN = config.norm, isinstance(config.norm, Layer), record(**config.norm.given)
+        norm, CENTRED, PARAMS = config.norm, isinstance(config.norm, Layer), record(**config.norm.params)
         result, OUT = config.result, config.result.dtype
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def rows(
             gX: array(4, INPUT), gDY: array(4, OUT), gDX: array(4, OUT), gRows: array(3),
-            given: GIVEN, blocks: INT, heads: INT,
+            params: PARAMS, blocks: INT, heads: INT,
         ):  # fmt: skip
             """dx of every row (batch, row, head, column); mean and 1 / deviation go to gRows (head, which, row)."""
             pair, block = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(pair, heads)
             row = int32(PART.rows * (WARPS * block + cuda.threadIdx.x // LANES))
-            of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), given)
+            of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
             mean, scale = of_rows
             store(gRows, mean, (pair, 0, row))
             store(gRows, scale, (pair, 1, row))
             mean_dn, mean_dn_n = zeros(PART.col_vec), zeros(PART.col_vec)
             for col in range(0, X.cols, PART.cols):
-                n, dn = normed_and_dn(gX, gDY, (batch, row, head, col), of_rows, given)
+                n, dn = normed_and_dn(gX, gDY, (batch, row, head, col), of_rows, params)
                 mean_dn_n = mean_dn_n + row_sum(times(dn, n))
                 if CENTRED:
                     mean_dn = mean_dn + row_sum(dn)
-            mean_dn, mean_dn_n = mean_of(mean_dn, given), mean_of(mean_dn_n, given)
+            mean_dn, mean_dn_n = mean_of(mean_dn, params), mean_of(mean_dn_n, params)
             for col in range(0, X.cols, PART.cols):
                 at = batch, row, head, col
-                n, dn = normed_and_dn(gX, gDY, at, of_rows, given)
+                n, dn = normed_and_dn(gX, gDY, at, of_rows, params)
                 result.store(gDX, times(dn - mean_dn - times(mean_dn_n, n), scale), at, ALIGNED)
 
         return rows, None
@@ -228,14 +228,14 @@ def _normalising(x: str, axes: str) -> Program:
     def normalise(problem: Problem, norm_eps: float) -> Plan:
         """How it is done for calls of this form."""
         batch, rows, heads, columns = problem(axes)
-        given = norm_arrays(problem, f"{x}_norm", axes[2:])
+        params = norm_arrays(problem, f"{x}_norm", axes[2:])
         if 0 in (batch, rows, heads):
             return Plan([])
         padded = min(dim for dim in SHAPES if dim >= columns)
         norm = Layer() if f"{x}_norm_bias" in problem else Rms()
         config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once(x) == ALIGNMENT)
         blocks, numbers = -(-rows // config.rows), {"norm_eps": norm_eps, "columns": columns}
-        arrays = {"gX": problem[x], "gOut": problem["normed"]} | given
+        arrays = {"gX": problem[x], "gOut": problem["normed"]} | params
         launch = kernel_for(norms, config, problem.device)
         return Plan([launch.bind(batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)])
 
@@ -275,10 +275,10 @@ def _differentiating(x: str, axes: str, accumulate: bool = False) -> Program:
         scratch = [((batch * heads, 2, rows), "float32"), *[((heads, parts, columns), "float32") for _ in sums]]
         of_rows = problem.scratch(0, *scratch[0])
         arrays = {"gX": problem[x], "gDY": problem["dy"], "gRows": of_rows}
-        given = {"norm_eps": norm_eps, "columns": columns} | norm_arrays(problem, f"{x}_norm", axes[2:])
+        params = {"norm_eps": norm_eps, "columns": columns} | norm_arrays(problem, f"{x}_norm", axes[2:])
         steps = [
             kernel_for(config, config, problem.device).bind(
-                batch * heads * blocks, gDX=problem[f"d{x}"], blocks=blocks, heads=heads, **arrays, **given
+                batch * heads * blocks, gDX=problem[f"d{x}"], blocks=blocks, heads=heads, **arrays, **params
             )
         ]
         for n, (name, target) in enumerate(sums.items(), 1):
@@ -338,10 +338,10 @@ def check(name: str, norm: Any, of_norm: Any) -> None:
     asked = f"d{name}_norm"
     if norm is None:
         raise ValueError(f"{asked}: must be None where there is no {name}_norm: {asked}={of_norm!r:.60}")
-    parts, given = split_norm(f"{name}_norm", norm), split_norm(asked, of_norm)
-    if (parts[1] is None) != (given[1] is None):
+    parts, params = split_norm(f"{name}_norm", norm), split_norm(asked, of_norm)
+    if (parts[1] is None) != (params[1] is None):
         raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a pair of arrays'}, as {name}_norm is")
-    for x, like in zip(given, parts):
+    for x, like in zip(params, parts):
         shape, wanted = (tuple(getattr(array, "shape", ())) for array in (x, like))
         if shape != wanted:
             raise ValueError(f"{asked}: must have {name}_norm's shape: {asked}.shape={shape}, {name}_norm.shape={wanted}")
@@ -357,9 +357,9 @@ def gradients(
     of which dy is then, too."""
     if norm is None:
         return dy, ()
-    parts, given = split_norm(f"{name}_norm", norm), split_norm(f"d{name}_norm", of_norm)
+    parts, params = split_norm(f"{name}_norm", norm), split_norm(f"d{name}_norm", of_norm)
     layer = parts[1] is not None
-    arrays = x, dy, *parts, dx, *given
+    arrays = x, dy, *parts, dx, *params
     if accumulate:
         INTO[name](stream, arrays, (eps, layer), layout)
         return dx, (of_norm,)

@@ -54,10 +54,10 @@ class Config:
         return self.lie(self.rows)
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """The kernel's parameters for sequences, for the order of dQ's sums, and for the gradient of the log-sum-exp."""
         has_dlse = {"dlse": array(3)} if self.has_dlse else {}
-        return record(**self.sequences.given, **self.order.given, **has_dlse)
+        return record(**self.sequences.params, **self.order.params, **has_dlse)
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
@@ -95,17 +95,17 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 @inlined
-def subtract_dlse(delta, visible, spec, at, given):
+def subtract_dlse(delta, visible, spec, at, params):
     """delta - dlse, vectors of type `spec`, where `visible`, and 0 elsewhere. dlse of a row that sees no key or does not exist
     may be anything."""
-    return where(visible, delta - load(given.dlse, spec, at), 0.0)
+    return where(visible, delta - load(params.dlse, spec, at), 0.0)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ALIGNED, PDL, HAS_DLSE = True if config.aligned else None, config.overlaps_previous, config.has_dlse
-    ROWS, INPUT, PART, GIVEN = config.rows, config.dtype, rt(BAND, 64, fp32), config.given
+    ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(BAND, 64, fp32), config.params
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // BAND
     X, HEIGHT = (rt(BAND, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
@@ -114,15 +114,15 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
         gO: array(4, INPUT), gDO: array(4, INPUT), gLse: array(3), gLseDelta: array(3), gDQAccum: array(3),
-        given: GIVEN, blocks: INT, heads: INT,
+        params: PARAMS, blocks: INT, heads: INT,
     ):  # fmt: skip
         """lse and delta of a query tile, one of the `blocks` of a head, and zeros for its dQ. O and dO are (batch, row, head,
         column), lse is (batch, head, row)."""
         if PDL:
             grid.follow()
         pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, given)
-        seq, warp = sequences.sequence(batch, given), int32(cuda.threadIdx.x // LANES)
+        block, batch, head = sequences.find(tile, pair, heads, params)
+        seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
         if sequences.packed:
             gO, gDO = truncate(gO, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
@@ -135,11 +135,11 @@ def make(config: Config):
         lse = where(lse <= -MASKED_LSE, MASKED_LSE, lse)  # not where it is NaN
         lse = where(row_index(PART.col_vec) + row < seq.queries, lse, MASKED_LSE)
         if HAS_DLSE:
-            delta = subtract_dlse(delta, lse < MASKED_LSE, PART.col_vec, (seq.batch, head, seq.query + row), given)
+            delta = subtract_dlse(delta, lse < MASKED_LSE, PART.col_vec, (seq.batch, head, seq.query + row), params)
         store(gLseDelta, delta, (seq.batch, head, int32(to + ROWS)))
         store(gLseDelta, lse, (seq.batch, head, to))
         if warp == 0:
-            order.init_semaphores(given, pair, tile)
+            order.init_semaphores(params, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
             store(gDQAccum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 

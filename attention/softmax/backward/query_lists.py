@@ -21,10 +21,10 @@ from tiles.arguments import INT, Record, record
 from tiles.arrays import Operand
 from tiles.layout import LANES
 
-from ..assembled import Assembled
+from ..assembled import VariantSpec
 from ..key_block_lists import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST, WARPS, Survey
 from ..launches import Before
-from ..variants import At, Variant
+from ..variants import ScoreContext, Variant
 from .tiling import QueryTiles, QueryTiling, SplitQueryTiling
 
 SURVEY_QUERIES = 128  # queries that a warp asks for at once, at most
@@ -41,29 +41,29 @@ def class_of(classes, batch, head, group, tile, block):
 
 
 class ListedQueryTiling(QueryTiling):
-    """A list says which tiles of queries see a block of keys: given.lists, by batch, head of keys and block. at.head: the first
-    of the query heads that share the head of keys."""
+    """A list says which tiles of queries see a block of keys: params.lists, by batch, head of keys and block. ctx.head: the
+    first of the query heads that share the head of keys."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"lists": LISTS}
 
     @inlined
-    def tiles(self, key, at, group):
-        lists, head, block = at.given.lists, at.head // group, key // self.kv
-        n, cut = int32(lists[at.batch, head, block, 0]), int32(lists[at.batch, head, block, 1])
-        ahead, behind = int32(lists[at.batch, head, block, 2]), int32(lists[at.batch, head, block, 3])
+    def tiles(self, key, ctx, group):
+        lists, head, block = ctx.params.lists, ctx.head // group, key // self.kv
+        n, cut = int32(lists[ctx.batch, head, block, 0]), int32(lists[ctx.batch, head, block, 1])
+        ahead, behind = int32(lists[ctx.batch, head, block, 2]), int32(lists[ctx.batch, head, block, 3])
         return QueryTiles(int32(0), n, cut, int32(0), ahead, behind)
 
     @inlined
-    def tile_index(self, tiles, i, key, at, group):
-        return self.tile_at(tiles, max(0, min(i, tiles.n - 1)), key, at, group)  # kernels ask ahead
+    def tile_index(self, tiles, i, key, ctx, group):
+        return self.tile_at(tiles, max(0, min(i, tiles.n - 1)), key, ctx, group)  # kernels ask ahead
 
     @inlined
-    def tile_at(self, tiles, place, key, at, group):
-        lists = at.given.lists
+    def tile_at(self, tiles, place, key, ctx, group):
+        lists = ctx.params.lists
         place = HEAD + place if place < tiles.left else lists.shape[3] - 1 - place + tiles.left
-        return int32(lists[at.batch, at.head // group, key // self.kv, place])
+        return int32(lists[ctx.batch, ctx.head // group, key // self.kv, place])
 
     @inlined
     def needs_mask(self, tiles, i):
@@ -71,16 +71,16 @@ class ListedQueryTiling(QueryTiling):
 
 
 class RankedQueryTiling(ListedQueryTiling):
-    """The same for blocks that add to dQ in order: given.ranks says, by batch, head of keys, tile and block, how many earlier
+    """The same for blocks that add to dQ in order: params.ranks says, by batch, head of keys, tile and block, how many earlier
     blocks have the tile in their lists."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"lists": LISTS, "ranks": LISTS}
 
     @inlined
-    def blocks_before(self, block, tile, at, group):
-        return int32(at.given.ranks[at.batch, at.head // group, tile, block])
+    def blocks_before(self, block, tile, ctx, group):
+        return int32(ctx.params.ranks[ctx.batch, ctx.head // group, tile, block])
 
 
 def query_tiling(by_list: bool, deterministic: bool, spans: bool) -> type[QueryTiling]:
@@ -98,38 +98,38 @@ class BuildQueryLists:
     threads = LANES
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """What the kernel is told of the variant, and where the survey's results and lists are."""
-        return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.given)
+        return record(classes=CLASSES, unseen=CLASSES, lists=LISTS, **self.variant.params)
 
     @staticmethod
     @functools.cache
     def make(config: "BuildQueryLists"):
         """(kernel, shared memory) of a configuration."""
-        KV, GIVEN, tiling = config.kv, config.given, QueryTiling(config.rows, config.kv, config.variant)
+        KV, PARAMS, tiling = config.kv, config.params, QueryTiling(config.rows, config.kv, config.variant)
 
         @cuda.jit
-        def build_query_lists(given: GIVEN, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
+        def build_query_lists(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
             """The list of one of the `blocks` blocks of keys of one of `heads` heads; `group` heads of the classes share it."""
             pair, block = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(pair, heads)
-            at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
-            q_tiles = tiling.query_tiles(int32(KV * block), at, group)
+            ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
+            q_tiles = tiling.query_tiles(int32(KV * block), ctx, group)
             some, whole, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
             for i in range(q_tiles.n):
                 tile = int32(q_tiles.first + i)
-                found = class_of(at.given.classes, batch, group * head, group, tile, block)
+                found = class_of(ctx.params.classes, batch, group * head, group, tile, block)
                 for h in range(group * head, group * head + group):
-                    ahead = int32(min(ahead, at.given.unseen[batch, h, tile, BOTH * block + AHEAD]))
-                    behind = int32(min(behind, at.given.unseen[batch, h, tile, BOTH * block + BEHIND]))
+                    ahead = int32(min(ahead, ctx.params.unseen[batch, h, tile, BOTH * block + AHEAD]))
+                    behind = int32(min(behind, ctx.params.unseen[batch, h, tile, BOTH * block + BEHIND]))
                 if found > 0:
-                    place = HEAD + some if found == 1 else at.given.lists.shape[3] - 1 - whole
-                    at.given.lists[batch, head, block, place] = tile
+                    place = HEAD + some if found == 1 else ctx.params.lists.shape[3] - 1 - whole
+                    ctx.params.lists[batch, head, block, place] = tile
                 some, whole = int32(some + (found == 1)), int32(whole + (found == 2))
-            at.given.lists[batch, head, block, 0] = some + whole
-            at.given.lists[batch, head, block, 1] = some
-            at.given.lists[batch, head, block, 2] = ahead
-            at.given.lists[batch, head, block, 3] = behind
+            ctx.params.lists[batch, head, block, 0] = some + whole
+            ctx.params.lists[batch, head, block, 1] = some
+            ctx.params.lists[batch, head, block, 2] = ahead
+            ctx.params.lists[batch, head, block, 3] = behind
 
         return build_query_lists, None
 
@@ -139,35 +139,35 @@ class RankKeyBlocks(BuildQueryLists):
     and blocks."""
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """What the kernel is told of the variant, and where classes and ranks are."""
-        return record(classes=CLASSES, ranks=LISTS, **self.variant.given)
+        return record(classes=CLASSES, ranks=LISTS, **self.variant.params)
 
     @staticmethod
     @functools.cache
     def make(config: "RankKeyBlocks"):
         """(kernel, shared memory) of a configuration."""
-        KV, GIVEN, tiling = config.kv, config.given, QueryTiling(config.rows, config.kv, config.variant)
+        KV, PARAMS, tiling = config.kv, config.params, QueryTiling(config.rows, config.kv, config.variant)
 
         @cuda.jit
-        def rank_key_blocks(given: GIVEN, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
+        def rank_key_blocks(params: PARAMS, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
             """Of one of the `tiles` tiles of queries of one of `heads` heads of `blocks` blocks of keys."""
             pair, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(pair, heads)
-            at = At(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, given, 0, 0)
+            ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
             before = int32(0)
             for block in range(blocks):
-                at.given.ranks[batch, head, tile, block] = before
-                q_tiles = tiling.query_tiles(int32(KV * block), at, group)
+                ctx.params.ranks[batch, head, tile, block] = before
+                q_tiles = tiling.query_tiles(int32(KV * block), ctx, group)
                 if q_tiles.first <= tile < q_tiles.first + q_tiles.n:
-                    found = class_of(at.given.classes, batch, group * head, group, tile, int32(block))
+                    found = class_of(ctx.params.classes, batch, group * head, group, tile, int32(block))
                     before = int32(before + (found > 0))
 
         return rank_key_blocks, None
 
 
 def launch_query_lists(
-    before: Before, made: Assembled, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
+    before: Before, spec: VariantSpec, varies: tuple[bool, bool], config: Any, told: dict[str, Any], read: dict[str, Any]
 ) -> dict[str, Operand]:
     """The lists of tiles of queries of all blocks of keys, made before, the classes that they were made of, and if blocks add
     in order their ranks. varies: do they differ by batch, by head? told, read: what kernels are told of the variant and of
@@ -177,7 +177,7 @@ def launch_query_lists(
     tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
     many, of_keys = heads if by_head else 1, kv_heads if by_head else 1
     classes = before.memory((batches, many, tiles, blocks), "int8")
-    made_of = made.variant, config.rows, config.kv
+    made_of = spec.variant, config.rows, config.kv
     unseen = before.memory((batches, many, tiles, BOTH * blocks), "int8")
     found = {"lists": before.memory((batches, of_keys, blocks, HEAD + tiles), "int32"), "classes": classes}
     survey = Survey(*made_of, config.axes)

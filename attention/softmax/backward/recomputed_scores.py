@@ -33,16 +33,16 @@ class BiasRead:
     score_and_grad: Callable | None
 
     @inlined
-    def grad(self, s, i, j, at):
+    def grad(self, s, i, j, ctx):
         """The derivative of a score by the element that it reads. s: the argument of the score in Python."""
         if self.score_and_grad is None:
             return 1.0
         else:
-            s, slope = self.score_and_grad(s, at.batch, at.head, i, j, *at.aux)
+            s, slope = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
             return slope
 
     @inlined
-    def element(self, i, j, at):
+    def element(self, i, j, ctx):
         """The flat index of the element that a score reads; -1 if it reads none."""
         return -1.0
 
@@ -54,20 +54,20 @@ class SlopeRead(BiasRead):
     per_batch: bool
 
     @inlined
-    def grad(self, s, i, j, at):
-        distance = abs(i + at.shift - j)
+    def grad(self, s, i, j, ctx):
+        distance = abs(i + ctx.shift - j)
         if self.score_and_grad is None:
             return -distance
         else:
-            s, slope = self.score_and_grad(s, at.batch, at.head, i, j, *at.aux)
+            s, slope = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
             return -distance * slope
 
     @inlined
-    def element(self, i, j, at):
+    def element(self, i, j, ctx):
         if self.per_batch:
-            return at.batch * at.given.slopes.shape[1] + at.head
+            return ctx.batch * ctx.params.slopes.shape[1] + ctx.head
         else:
-            return at.head
+            return ctx.head
 
 
 @static
@@ -79,12 +79,12 @@ class ElementRead(BiasRead):
     which: Callable
 
     @inlined
-    def grad(self, s, i, j, at):
-        return self.derivative(s, at.batch, at.head, i, j, *at.aux)
+    def grad(self, s, i, j, ctx):
+        return self.derivative(s, ctx.batch, ctx.head, i, j, *ctx.aux)
 
     @inlined
-    def element(self, i, j, at):
-        return self.which(at.batch, at.head, i, j, *at.aux)
+    def element(self, i, j, ctx):
+        return self.which(ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Config(BaseConfig):
         return self.queries
 
     @property
-    def given(self) -> Record:
+    def params(self) -> Record:
         """The kernel's parameters for the variant, for sequences, and for the survey."""
         classes = {"classes": CLASSES} if self.surveyed_keys else {}
-        return record(**self.variant.given, **self.sequences.given, **classes)
+        return record(**self.variant.params, **self.sequences.params, **classes)
 
     @property
     def warps(self) -> int:
@@ -158,20 +158,20 @@ class ScoreRecomputation:
         return Tiling(self.rows, self.kv, self.variant)
 
     @inlined
-    def may_see(self, tile, block, at):
+    def may_see(self, tile, block, ctx):
         """May queries of this tile see keys of this block?"""
-        kv_blocks = self.tiling.key_blocks(self.rows * tile, at)
+        kv_blocks = self.tiling.key_blocks(self.rows * tile, ctx)
         in_range = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
         if self.sequences.packed:
-            return in_range and self.rows * tile < at.queries
+            return in_range and self.rows * tile < ctx.queries
         elif self.surveyed_keys is None:
             return in_range
         else:
             row, key = self.rows * tile // self.main_rows, self.kv * block // self.surveyed_keys
-            return in_range and at.given.classes[at.batch, at.head, row, key] > 0
+            return in_range and ctx.params.classes[ctx.batch, ctx.head, row, key] > 0
 
     @inlined
-    def weighted_ds(self, n, tile, block, at, seq, group, buffers, arrays, lse_delta, scale):
+    def weighted_ds(self, n, tile, block, ctx, seq, group, buffers, arrays, lse_delta, scale):
         """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
         j; `at` of these scores). n: how many tiles came score_before."""
         q, k, v, do = buffers
@@ -182,31 +182,31 @@ class ScoreRecomputation:
             gQ, gDO = truncate(gQ, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (seq.batch, seq.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (seq.batch, seq.query + first, at.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (seq.batch, seq.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (seq.batch, seq.key + key, at.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (seq.batch, seq.query + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        do.fill(n, gDO, (seq.batch, seq.query + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        k.fill(n, gK, (seq.batch, seq.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        v.fill(n, gV, (seq.batch, seq.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
         row = int32(first + BAND * warp)
-        here = at._replace(row=row)
-        at = here._replace(kept=variant.keep(here))
+        here = ctx._replace(row=row)
+        ctx = here._replace(precomputed=variant.precompute(here))
         queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
-        s = variant.score_near(x, at, key)
-        above = self.main_sequences.first_tile(at.batch, at.given)
+        s = variant.score_in_edge_block(x, ctx, key)
+        above = self.main_sequences.first_tile(ctx.batch, ctx.params)
         index = int32(2 * self.main_rows * (above + row // self.main_rows) + row % self.main_rows)
-        lse = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, index))
-        if variant.by_rows:
-            lse = lse + variant.below_near(s, at, key) * scale
-        p = exp2(self.tiling.mask(s, at, key) * scale - lse)
+        lse = load(lse_delta, self.tile.col_vec, (seq.batch, ctx.head, index))
+        if variant.has_row_offset:
+            lse = lse + variant.row_offset_in_edge_block(s, ctx, key) * scale
+        p = exp2(self.tiling.mask(s, ctx, key) * scale - lse)
         dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # only now, when few registers hold anything but p
-        delta = load(lse_delta, self.tile.col_vec, (seq.batch, at.head, int32(index + self.main_rows)))
-        ds = variant.slope(variant.marked(p, at, key), dp, delta, at)
+        delta = load(lse_delta, self.tile.col_vec, (seq.batch, ctx.head, int32(index + self.main_rows)))
+        ds = variant.score_grad(variant.mark_dropped(p, ctx, key), dp, delta, ctx)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.score_before is None:
-            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, at)), i, j, at
+            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
         else:
-            x = self.score_before.score(x, here._replace(kept=self.score_before.keep(here)), key) * at.given.score_unit
-            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, at)), i, j, at
+            x = self.score_before.score(x, here._replace(precomputed=self.score_before.precompute(here)), key) * ctx.params.score_unit
+            return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
 
 
 def recomputation(config: Config) -> ScoreRecomputation:

@@ -8,7 +8,7 @@ from typing import Any
 from tiles.program import Fill
 from tiles.schema import REAL, Problem
 
-from ..assembled import Assembled
+from ..assembled import VariantSpec
 from ..call_options import AUX
 from ..launches import LOG2_E, Before
 from ..score_derivative import Derivatives
@@ -29,7 +29,7 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.MAX_ELEMENTS and array != "bias":
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
-    score_and_grad = None if derivatives is None or derivatives.even else derivatives.bent
+    score_and_grad = None if derivatives is None or derivatives.even else derivatives.score_and_grad
     if array == "bias":
         return [recomputed_scores.BiasRead(score_and_grad)]
     if array == "alibi":
@@ -42,22 +42,22 @@ class ScoreGradients:
     """Adds launches to `late`, which follow the main kernel of this configuration. args: the arguments that all their kernels
     have in common."""
 
-    def __init__(self, problem: Problem, made: Assembled, config: Any, late: Before, told: dict[str, Any], processors: int):
-        self.problem, self.made, self.config, self.late = problem, made, config, late
+    def __init__(self, problem: Problem, spec: VariantSpec, config: Any, late: Before, told: dict[str, Any], processors: int):
+        self.problem, self.spec, self.config, self.late = problem, spec, config, late
         self.told, self.processors = told, processors
         self.queries, self.kv = recomputed_scores.SHAPES[config.head_dim]
         rows, heads, cols, kv_heads = problem("SHTG")
         self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
-        self.shape = {"group": heads // kv_heads, "scale": made.unit * LOG2_E}
+        self.shape = {"group": heads // kv_heads, "scale": spec.unit * LOG2_E}
 
     def config_fields(self, read: recomputed_scores.BiasRead) -> dict[str, Any]:
         """The fields of recomputed_scores.Config for one way in which scores read an array."""
-        main, score_before = self.config, self.made.before if "score_unit" in self.made.numbers else None
+        main, score_before = self.config, self.spec.before if "score_unit" in self.spec.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
         rows = {"queries": self.queries, "main_rows": main.rows, "piece": self.problem.bytes_at_once()}
         rows["lie"] = main.lie
         rows["surveyed_keys"] = main.kv if "classes" in self.told else None
-        return dims | rows | {"variant": self.made.variant, "score_before": score_before, "read": read, "axes": main.axes}
+        return dims | rows | {"variant": self.spec.variant, "score_before": score_before, "read": read, "axes": main.axes}
 
     def launch(self, name: str, reads: Sequence[recomputed_scores.BiasRead]) -> None:
         """Launch the kernels for the gradient of this name, of an array that scores read in these ways."""

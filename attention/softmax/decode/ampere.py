@@ -42,7 +42,7 @@ from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, ha
 
 from ..norms import Normed
 from ..online import LOWEST_FLOAT, Softmax, over_sum
-from ..variants import At, Variant, arrays_of
+from ..variants import ScoreContext, Variant, arrays_of
 from .caches import Dense, Indexed, Paged
 from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, RmsOfRows
 from .products import Narrow, NarrowByKey, Same
@@ -92,10 +92,10 @@ class Config:
         return LANES * self.warps
 
     @property
-    def given(self):
+    def params(self):
         """The record of what all these need in the kernel."""
         parts = self.reach, self.cache, self.product, self.keys_norm, self.variant, self.sums, self.result, self.lie(self.band)
-        return record(**{name: what for part in parts for name, what in part.given.items()})
+        return record(**{name: what for part in parts for name, what in part.params.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
@@ -218,13 +218,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     BAND, KEYS, WARPS, KV, STAGES = config.band, config.keys, config.warps, config.kv, config.stages
-    INPUT, HELD, GIVEN = config.product.wide, config.product.held, config.given
+    INPUT, HELD, PARAMS = config.product.wide, config.product.held, config.params
     product = config.product
     variant, reach, cache, result, sums = config.variant, config.reach, config.cache, config.result, config.sums
     split, lie, PDL, AUX = config.split(reach, KV), config.lie(BAND), config.overlaps_previous, arrays_of(config.axes)
-    norm, PREPARES = config.keys_norm, variant.prepares or config.keys_norm.prepares
+    norm, PREPARES = config.keys_norm, variant.prepares_queries or config.keys_norm.prepares
     WIDTH = 0 if norm.slim else 64  # of a panel of queries, in bytes: half as much for a warp to hold, where it matters
-    IS_PARTIAL, DEEP = type(result) is not FinalOutput, variant.deep
+    IS_PARTIAL, DEEP = type(result) is not FinalOutput, variant.allows_low_scores
     QUERY, VALUES = st(BAND, config.head_dim, INPUT, WIDTH), st(KV, config.value_dim, HELD)
     SOON = PREPARES and norm.slim and QUERY.panels <= WARPS and BAND < MOST  # has a warp one panel, and registers for more?
     TAKEN, SAME = st(BAND, config.head_dim, product.takes, WIDTH), product.takes is INPUT and not PREPARES
@@ -252,56 +252,56 @@ def make(config: Config):
     softmax = Softmax(O)
 
     @inlined
-    def following(there, k, gK, sequence, key, end, given):
+    def following(there, k, gK, sequence, key, end, params):
         """Look up where the next tile lies, from `key` on; and the tile after it, if that is looked up ahead."""
         if FAR:
-            return there, cache.look(k, gK, sequence, int32(key + KV), end, given)
-        return cache.look(k, gK, sequence, key, end, given), there
+            return there, cache.look(k, gK, sequence, int32(key + KV), end, params)
+        return cache.look(k, gK, sequence, key, end, params), there
 
     @inlined
-    def whole_rows(tile, at):
+    def whole_rows(tile, ctx):
         """What the variant needs to know of whole rows of queries, taken before the rows are overwritten."""
-        if variant.prepares:
-            found = variant.of_queries(load(tile, ROWS), at)
+        if variant.prepares_queries:
+            found = variant.query_stats(load(tile, ROWS), ctx)
             block.sync()
             return found
         else:
             return None
 
     @inlined
-    def ahead(i, head, given):
+    def ahead(i, head, params):
         """Load what panel i of the queries is multiplied by, ahead of its use."""
         col = int32(Q.cols * i)
-        return variant.ahead(Q.row_vec, col, given), norm.ahead(Q.row_vec, head, col, given)
+        return variant.prefetch_query_params(Q.row_vec, col, params), norm.ahead(Q.row_vec, head, col, params)
 
     @inlined
-    def panel(tile, made, i, known, of_queries, asked, at, head):
+    def panel(tile, made, i, known, of_queries, asked, ctx, head):
         """Prepare panel i of the queries for the products. Returns `known`, with what is known of this panel added."""
-        x = variant.queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], at, Q.cols * i)
+        x = variant.prepare_queries_by(load(subtile(tile, BAND, 0, Q.cols, i), Q), of_queries, asked[0], ctx, Q.cols * i)
         y = product.queries(norm.queries(x, asked[1]))
         store(subtile(made, BAND, 0, Q.cols, i), y)
-        return norm.more(known, x, y, head, Q.cols * i, at.given)
+        return norm.more(known, x, y, head, Q.cols * i, ctx.params)
 
     @inlined
-    def taken(q, at, head, asked, scratch):
+    def taken(q, ctx, head, asked, scratch):
         """(the queries as the products take them, once they have arrived; what scores need to know of them). asked: what was
         loaded ahead for the warp's own panel, or None."""
         tile = q.wait(0, GROUPS * AHEAD)
         if SAME:
             return tile, None
-        made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, at), norm.begin(zeros(O.col_vec))
+        made, of_queries, known = q.reuse(TAKEN), whole_rows(tile, ctx), norm.begin(zeros(O.col_vec))
         warp = warp_index()
         if SOON:
             if warp < QUERY.panels:
-                known = panel(tile, made, warp, known, of_queries, asked, at, head)
+                known = panel(tile, made, warp, known, of_queries, asked, ctx, head)
         else:
             for i in range(warp, QUERY.panels, WARPS):
-                known = panel(tile, made, i, known, of_queries, ahead(i, head, at.given), at, head)
+                known = panel(tile, made, i, known, of_queries, ahead(i, head, ctx.params), ctx, head)
         block.sync(fenced=True)
         return made, norm.whole(known, scratch)
 
     @inlined
-    def add_up(o, l, unit, col, v, out_tile, given):
+    def add_up(o, l, unit, col, v, out_tile, params):
         """Add up some columns of O, from `col` on, over all warps, and store them."""
         addends, warp = v.reuse(ADDENDS), warp_index()  # anew: nothing that follows from it is held over the keys
         store(subtile(addends, BAND, warp), o)
@@ -311,23 +311,23 @@ def make(config: Config):
             for other in range(WARPS):
                 o = o + load(subtile(addends, BAND, other, PANEL, slab), SLAB)
             o = product.columns(o, unit)
-            result.store(over_sum(o, l), out_tile, int32(col + PANEL * slab), given)
+            result.store(over_sum(o, l), out_tile, int32(col + PANEL * slab), params)
 
     @inlined
-    def clear_nobodys(rows, tokens, head, row, part, warp, group, scale, given):
+    def clear_nobodys(rows, tokens, head, row, part, warp, group, scale, params):
         """Store 0, and lse -inf, for the tile's rows from `row` on whose tokens lie behind the last sequence."""
-        first, last = lie.nobodys(rows, tokens, group, given)
+        first, last = lie.nobodys(rows, tokens, group, params)
         if first <= last:
             row = int32(max(row, first * group))  # what is ahead of it in the tile is the last sequence's
             out_tile = OutputTile(int32(0), head, part, int32(0), False, row, first, last, group)
             for slab in range(warp, ALL_COLUMNS // PANEL, WARPS):
-                result.store(zeros(SLAB), out_tile, int32(PANEL * slab), given)
+                result.store(zeros(SLAB), out_tile, int32(PANEL * slab), params)
             if warp == 0:
-                result.store_lse(full(O.col_vec, -math.inf), scale, out_tile, given)
+                result.store_lse(full(O.col_vec, -math.inf), scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), given: GIVEN, aux: AUX,
+        gQ: array(5, INPUT), gK: array(4, HELD), gV: array(4, HELD), params: PARAMS, aux: AUX,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Attention of one of `bands` tiles of rows (a row is one of `group` query heads of one of `tokens` tokens) of a key
@@ -341,57 +341,63 @@ def make(config: Config):
         number, head = divmod(rest, heads)  # heads' rows are neighbours in memory: they are read at the same time
         if PDL and not KNOWS:
             grid.wait(int32(number + head + band))
-        rows, all_tokens = lie.find(band, tokens, group, given), tokens
+        rows, all_tokens = lie.find(band, tokens, group, params), tokens
         warp, row, tokens, begin = warp_index(), rows.row, rows.tokens, int32(rows.start * group)
         end = int32(tokens * group)
         last_row = int32(min(row + BAND, end) - 1)
         first_token, last_token = int32(row // group), int32(last_row // group)
-        work = split.first(lie.number(number, splits, rows), splits, sequences, tokens, given)
+        work = split.first(lie.number(number, splits, rows), splits, sequences, tokens, params)
         while work.left > 0 and lie.has(rows, group):
             sequence, batch, whole = work.sequence, lie.batch(work.sequence), work.end - work.tile == work.tiles
             of, first_out, last_out = lie.batch(work.of), int32(rows.start + first_token), int32(rows.start + last_token)
             out_tile = OutputTile(batch, head, work.part, of, whole, int32(begin + row), first_out, last_out, group)
-            every = reach.keys(sequence, 0, tokens - 1, tokens, given)
-            sees = reach.keys(sequence, first_token, last_token, tokens, given)
+            every = reach.keys(sequence, 0, tokens - 1, tokens, params)
+            sees = reach.keys(sequence, first_token, last_token, tokens, params)
             tile = int32(max(work.tile, (sees.first - every.first) // KV))
             first = int32(every.first + KV * tile)
             n = int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV)))
             if PDL and KNOWS:
                 grid.wait(int32(first + n))
-            asked = ahead(warp_index(), head, given) if SOON else None  # ahead of the keys: behind them it would arrive late
+            asked = ahead(warp_index(), head, params) if SOON else None  # ahead of the keys: behind them it would arrive late
             place = q.look_up(None, group, (0, out_tile.row), begin + end)  # only the rows of one token lie side by side
-            here = cache.look(k, gK, sequence, first, sees.end, given)
-            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, given) if FAR else here
-            numbers = product.look(pipes, cache, sequence, first, sees.end, given)
+            here = cache.look(k, gK, sequence, first, sees.end, params)
+            there = cache.look(k, gK, sequence, int32(first + KV), sees.end, params) if FAR else here
+            numbers = product.look(pipes, cache, sequence, first, sees.end, params)
             q.fill_pages(0, gQ, place, (out_tile.row, batch, head, 0), begin + end, None, cache.piece)
             for i in range(AHEAD):
                 key, later = int32(first + KV * i), int32(first + KV * (i + 1))
-                product.fill_keys(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
-                cache.fill(k, i, gK, here, sequence, key, head, sees.end, n, given)
-                product.fill_values(pipes, i, cache, numbers, sequence, key, head, sees.end, n, given)
-                cache.fill(v, i, gV, here, sequence, key, head, sees.end, n, given)
-                here, there = following(there, k, gK, sequence, later, sees.end, given)
-                numbers = product.look(pipes, cache, sequence, later, sees.end, given)
+                product.fill_keys(pipes, i, cache, numbers, sequence, key, head, sees.end, n, params)
+                cache.fill(k, i, gK, here, sequence, key, head, sees.end, n, params)
+                product.fill_values(pipes, i, cache, numbers, sequence, key, head, sees.end, n, params)
+                cache.fill(v, i, gV, here, sequence, key, head, sees.end, n, params)
+                here, there = following(there, k, gK, sequence, later, sees.end, params)
+                numbers = product.look(pipes, cache, sequence, later, sees.end, params)
             of_rows = row_index(O.col_vec) + row
             token = of_rows // group
-            at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
-            at = at._replace(kept=variant.keep(at))
-            k_unit, v_unit = product.units(sequence, head, given)
-            (queries, known), seen, o_unit = taken(q, at, head, asked, scratch), softmax.begin(variant.floor), product.unit()
+            ctx = ScoreContext(
+                sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, params, aux, 0
+            )
+            ctx = ctx._replace(precomputed=variant.precompute(ctx))
+            k_unit, v_unit = product.units(sequence, head, params)
+            (queries, known), seen, o_unit = (
+                taken(q, ctx, head, asked, scratch),
+                softmax.begin(variant.max_floor),
+                product.unit(),
+            )
             for i in range(n):
                 key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 keys = k.own(i, NEWER)
-                product.fill_keys(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
-                cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, given)
+                product.fill_keys(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, params)
+                cache.fill(k, i + AHEAD, gK, here, sequence, later, head, sees.end, n, params)
                 of_keys = product.of_keys(k_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
                 s = product.scores(zeros(S), queries, keys, of_keys)
-                s = norm.scores(s, keys, KEY, of_keys, known, given)
+                s = norm.scores(s, keys, KEY, of_keys, known, params)
                 values = v.own(i, NEWER)
-                product.fill_values(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, given)
-                cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, given)
-                here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, given)
-                numbers = product.look(pipes, cache, sequence, int32(later + KV), sees.end, given)
-                s = reach.mask(variant.mask(variant.score(s, at, key), at, key, -math.inf), at, key, sees.end)
+                product.fill_values(pipes, i + AHEAD, cache, numbers, sequence, later, head, sees.end, n, params)
+                cache.fill(v, i + AHEAD, gV, here, sequence, later, head, sees.end, n, params)
+                here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, params)
+                numbers = product.look(pipes, cache, sequence, int32(later + KV), sees.end, params)
+                s = reach.mask(variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf), ctx, key, sees.end)
                 seen = seen.moved(s, None, scale, slack)
                 of_values = product.of_values(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
                 o, o_unit = product.rescaled(seen, o_unit, of_values)
@@ -400,25 +406,25 @@ def make(config: Config):
 
             m = block.reduce_max(seen.m, scratch)
             if result.is_final(out_tile):
-                m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
+                m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
             weight = exp2((seen.m - m) * scale)
             l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
             if result.is_final(out_tile):
-                l = sums.total(l, m, scale, at)
+                l = sums.finish_row_sum(l, m, scale, ctx)
             o = seen.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
-            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, out_tile, given)
+            add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, out_tile, params)
             if PARTS > 1:
                 block.sync()
-                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, out_tile, given)
+                add_up(columns(o, COLUMNS, 1), l, v_unit, COLUMNS, v, out_tile, params)
             if PARTS > 2:
                 block.sync()
-                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, out_tile, given)
+                add_up(columns(o, COLUMNS, 2), l, v_unit, 2 * COLUMNS, v, out_tile, params)
             if warp == 0:
-                result.store_lse(m + log2(l) / scale, scale, out_tile, given)
-            work = split.next(work, tokens, given)
+                result.store_lse(m + log2(l) / scale, scale, out_tile, params)
+            work = split.next(work, tokens, params)
             if work.left > 0:
                 block.sync()  # the addends are no longer read; values will come to their place
         if lie.packed:
-            clear_nobodys(rows, all_tokens, head, int32(begin + row), work.part, warp, group, scale, given)
+            clear_nobodys(rows, all_tokens, head, int32(begin + row), work.part, warp, group, scale, params)
 
     return attend, smem

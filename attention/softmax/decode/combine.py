@@ -16,7 +16,7 @@ from tiles.layout import LANES
 from tiles.targets import capability, has_early_launch
 
 from ..online import LN2, LOWEST_FLOAT, over_sum
-from ..variants import At, Variant
+from ..variants import ScoreContext, Variant
 from .reach import Reach
 from .splits import Parted, Shares
 
@@ -55,14 +55,14 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
         out_partial: array(5), lse_partial: array(4), out: array(5, config.dtype), lse: array(4),
-        given: record(**sums.given, **split.given),
+        params: record(**sums.params, **split.params),
         heads: INT, rows: INT, slabs: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Join the parts of one of `rows` rows of a key head, for one of `slabs` slabs of columns. See ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)
-        sequence, first, of, count = split.parts(number, splits, sequences, tokens, given)
+        sequence, first, of, count = split.parts(number, splits, sequences, tokens, params)
         if count > 1:
             token, member = divmod(row, group)
             col = int32(COLUMNS * slab + PART.cols * (cuda.threadIdx.x // LANES))
@@ -78,10 +78,10 @@ def make(config: Config):
                 lag, weights = exp2((m - most) * scale), exp2((sizes - most) * scale)
                 part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
                 m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
-            at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
-            most = max(m, sums.lowest(at, LOWEST_FLOAT))
+            ctx = ScoreContext(sequence, int32(head * group + member), token, 0, 0, 0, params, 0, 0)
+            most = max(m, sums.initial_max(ctx, LOWEST_FLOAT))
             lag = exp2((m - most) * scale)
-            l = sums.total(l * lag, most, scale, at)
+            l = sums.finish_row_sum(l * lag, most, scale, ctx)
             store(out, over_sum(o * lag, l), (sequence, token, head, member, col))
             if lse.shape[0] > 0:
                 lse[sequence, head, member, token] = (most * scale + log2(l)) * LN2

@@ -23,7 +23,7 @@ from tiles.layout import WARPGROUP
 
 from ..key_sources import Along, InCaches, InPages
 from ..online import LOWEST_FLOAT, Softmax, over_sum
-from ..variants import At, Variant, arrays_of
+from ..variants import ScoreContext, Variant, arrays_of
 from .feeds import ByTma, Gathered
 from .reach import Reach
 from .results import FinalOrPartialOutput, FinalOutput, OutputTile, PartialOutput
@@ -57,10 +57,10 @@ class Config:
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     @property
-    def given(self):
+    def params(self):
         """The record of what all these need in the kernel."""
         parts = self.reach, self.feed, self.variant, self.sums, self.result
-        return record(**{name: what for part in parts for name, what in part.given.items()})
+        return record(**{name: what for part in parts for name, what in part.params.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
@@ -116,7 +116,7 @@ class Pipes(NamedTuple):
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, BAND, AUX = config.dtype, config.given, config.band, arrays_of(config.axes)
+    INPUT, PARAMS, BAND, AUX = config.dtype, config.params, config.band, arrays_of(config.axes)
     variant, reach, feed, result, sums = config.variant, config.reach, config.feed, config.result, config.sums
     split, IS_PARTIAL, GATHERS = config.split(reach, KV), type(result) is not FinalOutput, feed.writers > 0
     KEEP, CLAIM = GATHERING if GATHERS else BY_TMA
@@ -125,7 +125,7 @@ def make(config: Config):
     Q = rt(16, QUERIES.panel_cols, INPUT)
     O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
     H, STAGED = rt(16, HALF, fp32), config.stages
-    PANELS, LEFT, DEEP = QUERIES.panels, reach.left, variant.deep
+    PANELS, LEFT, DEEP = QUERIES.panels, reach.left, variant.allows_low_scores
     softmax = Softmax(O)
     smem = shared(
         q=QUERIES,
@@ -137,10 +137,10 @@ def make(config: Config):
     )
 
     @inlined
-    def stretch(work, first_token, last_token, tokens, given):
+    def stretch(work, first_token, last_token, tokens, params):
         """(the first key of a block's tiles, the number of tiles, the Stretch that its rows see)"""
-        every = reach.keys(work.sequence, 0, tokens - 1, tokens, given)
-        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
+        every = reach.keys(work.sequence, 0, tokens - 1, tokens, params)
+        sees = reach.keys(work.sequence, first_token, last_token, tokens, params)
         tile = int32(max(work.tile, (sees.first - every.first) // KV))
         first = int32(every.first + KV * tile)
         return first, int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV))), sees
@@ -163,24 +163,24 @@ def make(config: Config):
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
-    def absorbed(seen, j, key, inner, pipes, at, scale, slack):
+    def absorbed(seen, j, key, inner, pipes, ctx, scale, slack):
         """`seen` with tile j of keys, from `key` on. Rows see all keys before `inner`, so no mask is needed there."""
         s = warpgroup.wait(warpgroup.mm_ABt(pipes.q, pipes.k.wait(j)))
         pipes.k.release(j)
-        s = variant.mask(variant.score(s, at, key), at, key, -math.inf)
+        s = variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf)
         if LEFT or key + KV > inner:
-            s = reach.mask(s, at, key, at.keys)
+            s = reach.mask(s, ctx, key, ctx.keys)
         seen = seen.moved(s, None, scale, slack)
         p = seen.weights(s, None, scale, DEEP)
         seen, values = seen.add(p), pipes.v.wait(j)
-        if not GATHERS and key + KV > at.keys:  # a weight of 0 does not make up for a NaN
-            warpgroup.zero_rows(values, int32(at.keys - key))
+        if not GATHERS and key + KV > ctx.keys:  # a weight of 0 does not make up for a NaN
+            warpgroup.zero_rows(values, int32(ctx.keys - key))
         o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), INPUT(p), values))
         pipes.v.release(j)
         return seen._replace(o=o)
 
     @inlined
-    def finish(seen, pipes, me, at, scale, out_tile, given):
+    def finish(seen, pipes, me, ctx, scale, out_tile, params):
         """Merge what both consumers have seen, and store it."""
         own = finish_sum(seen.l)
         warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
@@ -191,20 +191,20 @@ def make(config: Config):
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
         m = maximum(seen.m, its_m)
         if result.is_final(out_tile):
-            m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
+            m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
         mine, its = exp2((seen.m - m) * scale), exp2((its_m - m) * scale)
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
         if result.is_final(out_tile):
-            l = sums.total(l, m, scale, at)
+            l = sums.finish_row_sum(l, m, scale, ctx)
         kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
         o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
-        result.store(over_sum(o, l), out_tile, int32(HALF * me), given)
+        result.store(over_sum(o, l), out_tile, int32(HALF * me), params)
         if me == 0:
-            result.store_lse(m + log2(l) / scale, scale, out_tile, given)
+            result.store_lse(m + log2(l) / scale, scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), given: GIVEN, aux: AUX,
+        gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), params: PARAMS, aux: AUX,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
@@ -216,13 +216,13 @@ def make(config: Config):
         number, head = divmod(rest, heads)
         me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
-        work, j = split.first(number, splits, sequences, tokens, given), int32(0)
+        work, j = split.first(number, splits, sequences, tokens, params), int32(0)
         if me == PRODUCER:
             warpgroup.release_registers(KEEP)
             while work.left > 0:
-                first, n, sees = stretch(work, first_token, last_token, tokens, given)
-                feed.bring(k, v, j, n, gK, gV, work.sequence, first, head, sees.end, given)
-                work, j = split.next(work, tokens, given), int32(j + n)
+                first, n, sees = stretch(work, first_token, last_token, tokens, params)
+                feed.bring(k, v, j, n, gK, gV, work.sequence, first, head, sees.end, params)
+                work, j = split.next(work, tokens, params), int32(j + n)
             feed.end(k, v, j)
         else:
             warpgroup.claim_registers(CLAIM)
@@ -233,15 +233,17 @@ def make(config: Config):
             while work.left > 0:
                 sequence, whole = work.sequence, work.end - work.tile == work.tiles
                 out_tile = OutputTile(sequence, head, work.part, work.of, whole, mine, first_mine, last_mine, group)
-                first, n, sees = stretch(work, first_token, last_token, tokens, given)
+                first, n, sees = stretch(work, first_token, last_token, tokens, params)
                 inner = int32(sees.end - (last_token - first_token))
-                at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
-                at = at._replace(kept=variant.keep(at))
+                ctx = ScoreContext(
+                    sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, params, aux, 0
+                )
+                ctx = ctx._replace(kept=variant.precompute(ctx))
                 bring(pipes, gQ, out_tile, me)
-                seen = softmax.begin(variant.floor)
+                seen = softmax.begin(variant.max_floor)
                 for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
-                    seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, at, scale, slack)
-                finish(seen, pipes, me, at, scale, out_tile, given)
-                work, j = split.next(work, tokens, given), int32(j + n)
+                    seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, ctx, scale, slack)
+                finish(seen, pipes, me, ctx, scale, out_tile, params)
+                work, j = split.next(work, tokens, params), int32(j + n)
 
     return attend, smem

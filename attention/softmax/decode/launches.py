@@ -15,7 +15,7 @@ from tiles.targets import has_early_launch, has_fp8, is_hopper
 from ...cache import append as appending
 from ...cache import write_kernel
 from ...families import choose_family
-from ..assembled import assembled
+from ..assembled import build_variant
 from ..key_sources import Along, InCaches, InPages
 from ..launches import DTYPES, LOG2_E, over
 from ..online import SLACK
@@ -100,8 +100,8 @@ def of_many(
     """The Plan with tiles of query tokens of one head, which are forward's kernels."""
     causal, left, right, softcap, scale, mask, score, aux = options
     given = "alibi" in problem, None, "sink" in problem
-    made = assembled(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
-    step = many_queries.planned(problem, made, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
+    spec = build_variant(scale, causal, (left, right), softcap, *given, mask, score and Scored(score), norms.queries)
+    step = many_queries.planned(problem, spec, family, before.queries, most_keys, aux, {"gO": out, "gLse": lse, **before.told})
     return Plan([*before.steps, step], before.scratch)
 
 

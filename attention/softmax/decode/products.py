@@ -26,7 +26,7 @@ class Same:
         return self.wide
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
@@ -50,21 +50,21 @@ class Same:
         return self.wide(x)
 
     @inlined
-    def units(self, sequence, head, given):
+    def units(self, sequence, head, params):
         """(the numbers by which keys are multiplied, those for values)"""
         return 1.0, 1.0
 
     @inlined
-    def look(self, pipes, cache, sequence, key, end, given):
+    def look(self, pipes, cache, sequence, key, end, params):
         """Look up where the descales of a tile of keys lie, from `key` on: see caches.py."""
         return int32(0)
 
     @inlined
-    def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, given):
+    def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, params):
         """Start copying the descales of tile j's keys, one group of copies ahead of K's."""
 
     @inlined
-    def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, given):
+    def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, params):
         """Start copying the descales of tile j's values, ahead of V's."""
 
     @inlined
@@ -113,7 +113,7 @@ class Same:
 @static
 class Narrow(Same):
     """The cache is fp8. Keys and values become fp16 on the way to the products, exactly; queries are rounded to fp16. scaled:
-    are they multiplied by given.k_descale[n, head] and given.v_descale[n, head] for sequence n?"""
+    are they multiplied by params.k_descale[n, head] and params.v_descale[n, head] for sequence n?"""
 
     scaled: bool = False
 
@@ -125,7 +125,7 @@ class Narrow(Same):
         return fp8e4m3
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"k_descale": array(2), "v_descale": array(2)} if self.scaled else {}
 
     @property
@@ -138,9 +138,9 @@ class Narrow(Same):
         return unzipped(fp16(x))
 
     @inlined
-    def units(self, sequence, head, given):
+    def units(self, sequence, head, params):
         if self.scaled:
-            return given.k_descale[sequence, head], given.v_descale[sequence, head]
+            return params.k_descale[sequence, head], params.v_descale[sequence, head]
         return 1.0, 1.0
 
     @inlined
@@ -165,14 +165,14 @@ class Narrow(Same):
 @static
 class NarrowByKey(Narrow):
     """The same with descales for each key and head, which lie as the cache does. The scores of a key are multiplied by
-    given.k_descale, its weight by given.v_descale. Such weights become fp16, which begins at 2^-24. So O is kept in units of
+    params.k_descale, its weight by params.v_descale. Such weights become fp16, which begins at 2^-24. So O is kept in units of
     the greatest descale of values that a warp has met, times 2^-LIFT, and the other descales are divided by it."""
 
     def __str__(self):
         return f"{self.wide} of {fp8e4m3} scaled by key"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"k_descale": array(3), "v_descale": array(3)}
 
     @property
@@ -184,7 +184,7 @@ class NarrowByKey(Narrow):
         return {name: pipeline(sv(kv, fp32), stages, warps) for name in ("k_descale", "v_descale")}
 
     @inlined
-    def units(self, sequence, head, given):
+    def units(self, sequence, head, params):
         return 1.0, 1.0
 
     @inlined
@@ -192,16 +192,16 @@ class NarrowByKey(Narrow):
         return float32(LEAST)
 
     @inlined
-    def look(self, pipes, cache, sequence, key, end, given):
-        return cache.look(pipes[0], given.k_descale, sequence, key, end, given)
+    def look(self, pipes, cache, sequence, key, end, params):
+        return cache.look(pipes[0], params.k_descale, sequence, key, end, params)
 
     @inlined
-    def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, given):
-        cache.fill_numbers(pipes[0], j, given.k_descale, found, sequence, key, (head,), end, n, given)
+    def fill_keys(self, pipes, j, cache, found, sequence, key, head, end, n, params):
+        cache.fill_numbers(pipes[0], j, params.k_descale, found, sequence, key, (head,), end, n, params)
 
     @inlined
-    def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, given):
-        cache.fill_numbers(pipes[1], j, given.v_descale, found, sequence, key, (head,), end, n, given)
+    def fill_values(self, pipes, j, cache, found, sequence, key, head, end, n, params):
+        cache.fill_numbers(pipes[1], j, params.v_descale, found, sequence, key, (head,), end, n, params)
 
     @inlined
     def of_keys(self, unit, pipes, j, newer, like):

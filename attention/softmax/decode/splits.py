@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 @static
 class Parted:
-    """The tiles of each sequence are divided evenly into given.splits parts: the same bits, whatever other sequences there are.
+    """The tiles of each sequence are divided evenly into params.splits parts: the same bits, whatever else the batch holds.
     reach: which keys are seen. kv: keys of a tile."""
 
     reach: Reach | None = None
@@ -58,32 +58,32 @@ class Parted:
         return "parted"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{argument of combine.py's kernel: its type} of what it needs to find the parts."""
         return {}
 
     @inlined
-    def tiles(self, sequence, tokens, given):
+    def tiles(self, sequence, tokens, params):
         """How many tiles a sequence has: at least one, so that its output is written."""
-        seen = self.reach.keys(sequence, 0, tokens - 1, tokens, given)
+        seen = self.reach.keys(sequence, 0, tokens - 1, tokens, params)
         return int32(max(1, (seen.end - seen.first + self.kv - 1) // self.kv))
 
     @inlined
-    def first(self, number, splits, sequences, tokens, given):
+    def first(self, number, splits, sequences, tokens, params):
         """The first Work of block `number` among those with the same head and the same rows."""
         sequence, split = divmod(number, splits)
-        tiles = self.tiles(sequence, tokens, given)
+        tiles = self.tiles(sequence, tokens, params)
         each, _ = divmod(int32(tiles + splits - 1), splits)
         tile = int32(min(each * split, tiles))
         return Work(sequence, tile, int32(min(tile + each, tiles)), tiles, split, sequence, int32(1))
 
     @inlined
-    def next(self, work, tokens, given):
+    def next(self, work, tokens, params):
         """The next Work; nothing is left to do if its `left` is 0."""
         return work._replace(left=int32(0))
 
     @inlined
-    def parts(self, number, splits, sequences, tokens, given):
+    def parts(self, number, splits, sequences, tokens, params):
         """The Parts of the sequence that block number `number` combines."""
         return Parts(number, int32(0), number, splits)
 
@@ -97,62 +97,62 @@ class Shares(Parted):
         return "shared"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return self.reach.given if self.reach else {}
+    def params(self) -> dict[str, Any]:
+        return self.reach.params if self.reach else {}
 
     @inlined
-    def before(self, sequence, tokens, given):
+    def before(self, sequence, tokens, params):
         """The number of tiles of the sequences before this one."""
         end = int32(0)
         for first in range(0, sequence, LANES):
-            _, _, end = self.reach.line_up(self.kv, int32(first), sequence, end, int32(0), tokens, given)
+            _, _, end = self.reach.line_up(self.kv, int32(first), sequence, end, int32(0), tokens, params)
         return end
 
     @inlined
-    def find(self, tile, sequences, tokens, given):
+    def find(self, tile, sequences, tokens, params):
         """(the sequence in which a tile lies, the number of tiles of the sequences before it)"""
         sequence, begin, end = int32(0), int32(0), int32(0)
         for first in range(0, sequences, LANES):
-            passed, last, every = self.reach.line_up(self.kv, int32(first), sequences, end, tile, tokens, given)
+            passed, last, every = self.reach.line_up(self.kv, int32(first), sequences, end, tile, tokens, params)
             sequence, begin, end = int32(sequence + passed), last, every
             if end > tile:
                 break
         return sequence, begin
 
     @inlined
-    def each(self, shares, sequences, tokens, given):
+    def each(self, shares, sequences, tokens, params):
         """(the number of tiles of a share, the number of tiles of all sequences)"""
-        every = self.before(sequences, tokens, given)
+        every = self.before(sequences, tokens, params)
         return divmod(int32(every + shares - 1), shares)[0], every
 
     @inlined
-    def first(self, number, shares, sequences, tokens, given):
-        each, every = self.each(shares, sequences, tokens, given)
+    def first(self, number, shares, sequences, tokens, params):
+        each, every = self.each(shares, sequences, tokens, params)
         begin = int32(min(each * number, every - 1))
-        sequence, before = self.find(begin, sequences, tokens, given)
-        tiles, tile, left = self.tiles(sequence, tokens, given), int32(begin - before), int32(min(each, every - each * number))
+        sequence, before = self.find(begin, sequences, tokens, params)
+        tiles, tile, left = self.tiles(sequence, tokens, params), int32(begin - before), int32(min(each, every - each * number))
         return Work(sequence, tile, int32(min(tile + left, tiles)), tiles, int32(number + sequence), int32(0), left)
 
     @inlined
-    def next(self, work, tokens, given):
+    def next(self, work, tokens, params):
         left, sequence, tiles = int32(work.left - (work.end - work.tile)), work.sequence, work.tiles
         if left > 0:
             sequence = int32(sequence + 1)
-            tiles = self.tiles(sequence, tokens, given)
+            tiles = self.tiles(sequence, tokens, params)
         return Work(sequence, int32(0), int32(min(left, tiles)), tiles, int32(work.part + 1), int32(0), left)
 
     @inlined
-    def parts(self, number, shares, sequences, tokens, given):
+    def parts(self, number, shares, sequences, tokens, params):
         """See Parted. There is a block for each sequence; or for the end of each share, if there are fewer shares than
         sequences, because the end of a share cuts at most one sequence."""
-        each, every = self.each(shares, sequences, tokens, given)
+        each, every = self.each(shares, sequences, tokens, params)
         sequence, before, end = number, int32(0), int32(each * (number + 1))
         if sequences <= shares:
-            before = self.before(sequence, tokens, given)
+            before = self.before(sequence, tokens, params)
         elif end < every:
-            sequence, before = self.find(end, sequences, tokens, given)
+            sequence, before = self.find(end, sequences, tokens, params)
         share, _ = divmod(before, each)
-        last, _ = divmod(int32(before + self.tiles(sequence, tokens, given) - 1), each)
+        last, _ = divmod(int32(before + self.tiles(sequence, tokens, params) - 1), each)
         count = int32(last - share + 1)
         if sequences > shares and (end >= every or share != number):
             count = int32(1)  # it is another block's, or has one part only

@@ -20,7 +20,7 @@ from attention.parallel.peers import Peers, Pending
 from attention.softmax import sequences
 from attention.softmax.backward.base_config import BackwardConfig
 from attention.softmax.base_config import BaseConfig
-from attention.softmax.variants import At
+from attention.softmax.variants import ScoreContext
 from tiles.arrays import Array
 
 EACH = 16  # every 16th query is looked at, for its neighbours see the same blocks
@@ -186,7 +186,7 @@ def key_orders(noted, problem, each=EACH):
     for query, queries, key, n in _sequences(config, told, arrays):
         for tile in range(0, queries, config.rows):
             mine = rows[query + tile : query + min(queries, tile + config.rows)]
-            at = At(0, 0, tile, n - queries, queries, n, given, (), 0)
+            at = ScoreContext(0, 0, tile, n - queries, queries, n, given, (), 0)
             if config.by_list:
                 blocks = _listed(config, mine, keys[key : key + n], problem)
             else:

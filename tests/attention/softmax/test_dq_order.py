@@ -14,7 +14,7 @@ import attention
 from attention.softmax.backward import dq_order, hopper_folded, hopper_narrow
 from attention.softmax.backward.dq_order import AscendingAdds
 from attention.softmax.backward.launches import choose_raster_group
-from attention.softmax.variants import At
+from attention.softmax.variants import ScoreContext
 from attention.softmax.visible_keys import CAUSAL
 from ops import grid
 from tiles import Hazard, bf16, interpreter
@@ -70,7 +70,7 @@ def test_a_snake_comes_behind_what_began_before(module, head_dim, lengths):
     each place is one block's. Groups begin in turns from their last keys and from their first."""
     (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, deterministic=True)
     order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
-    at, added = At(0, 0, 0, keys - queries, queries, keys, (), (), 0), Counter()
+    at, added = ScoreContext(0, 0, 0, keys - queries, queries, keys, (), (), 0), Counter()
     begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:
@@ -88,7 +88,7 @@ def test_who_stores_heads_the_others(module, head_dim, lengths):
     """Of every tile of queries one block of keys stores, and begins before all others that see it; it takes its own first."""
     (queries, keys), config = lengths, module.config_for(head_dim, bf16, CAUSAL, stores_first=True)
     order, tiling, blocks = config.order, config.tiling, -(-keys // config.kv)
-    at, stored = At(0, 0, 0, keys - queries, queries, keys, (), (), 0), set()
+    at, stored = ScoreContext(0, 0, 0, keys - queries, queries, keys, (), (), 0), set()
     begin = [order.place(tiling, number, blocks, 3, 2) for number in range(3 * blocks)]
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:

@@ -9,7 +9,7 @@ import pytest
 from attention.softmax import hopper
 from attention.softmax.sequences import Packed
 from attention.softmax.tiling import Tiling, band_of, even
-from attention.softmax.variants import At, Both
+from attention.softmax.variants import Both, ScoreContext
 from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
 from tiles import bf16
 
@@ -17,7 +17,7 @@ L2 = 50 * 2**20
 
 
 def at(queries, keys, **given):
-    return At(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
+    return ScoreContext(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
 
 
 def walked(sees, pairs, blocks, band):
@@ -40,7 +40,7 @@ def shares(config, length, grid, band=None, **given):
     """What each block of a persistent grid has to do for 16384 tokens and 2048 columns: its tiles' key blocks, and 1.2 for the
     the beginning and end of one, as far as there are rows. given: what the variant reads."""
     pairs, blocks, nbytes = 16384 // length * 2048 // config.head_dim, -(-length // config.rows), 4 * length * config.head_dim
-    band = band or band_of(grid, grid, nbytes, L2, config.variant.rising or length % config.rows > 0)
+    band = band or band_of(grid, grid, nbytes, L2, config.variant.monotonic or length % config.rows > 0)
     assert band * nbytes <= L2 / 2
     work = [0.0] * grid
     for tile, (block, _) in enumerate(walked(config.tiling, pairs, blocks, band)):
@@ -167,7 +167,7 @@ def test_blocks_of_keys_at_every_edge(variant):
         here = at(queries, keys, left=left, right=right)
         sees = np.zeros((queries, keys), bool)
         for i in range(queries):
-            one = variant.keys(i, i, here)
+            one = variant.key_range(i, i, here)
             sees[i, max(0, one.first) : max(0, one.end)] = True
         seen = np.flatnonzero(sees.any(0))
         for row in range(0, queries, rows):
