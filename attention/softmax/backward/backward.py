@@ -19,7 +19,7 @@ from ..score_derivative import derivatives
 from ..scores import ScoredBack
 from . import norms
 from .launches import plan_launches
-from .query_lists import SURVEY_QUERIES
+from .query_lists import MAX_SURVEY_QUERIES
 from .score_gradients import GRADIENTS, reads_of
 
 OF_FORWARD = """
@@ -282,7 +282,7 @@ def _variant(
     more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
     masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
-    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, SURVEY_QUERIES, ready_for)
+    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for)
     blocked = listing and listing.blocked
     of_scores = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
     found = scoring and derivatives(scoring, axes)

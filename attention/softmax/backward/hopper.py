@@ -65,7 +65,7 @@ def block_of(head_dim: int, value_dim: int) -> int:
     return SHAPES[padded_dim(head_dim, value_dim)]["kv"]
 
 
-def finds_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:
+def computes_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:
     """Does the kernel find the gradient of slopes, too? Where that was timed; elsewhere it spills more registers, and
     of wide heads two consumers have the same keys."""
     return 64 < max(head_dim, value_dim) <= 128 and lie.packed
@@ -194,14 +194,14 @@ def make(config: Config):
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         above = sequences.first_tile(batch, params)
         if wg == CONSUMERS:
-            warpgroup.release_registers(keep)
+            warpgroup.release_registers(PRODUCER_REGISTERS)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
                 load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, above)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
                 add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, above)
         else:
-            warpgroup.claim_registers(claim)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
             keys, values = k.wait(0), v.wait(0)
             sequences.clear(keys, seq.keys - key, CONSUMERS)
             sequences.clear(values, seq.keys - key, CONSUMERS)

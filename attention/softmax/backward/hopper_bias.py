@@ -74,7 +74,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, COLS, EACH, MAIN_ROWS = config.rows, config.kv, warpgroup.ROWS, config.main_rows
     PARAMS, AUX, variant, tiling, brought = config.params, config.aux, config.variant, config.tiling, config.brought
-    sequences, result, REGISTER_COUNTS = config.sequences, float32_output(config.accumulate), REGISTERS
+    sequences, result = config.sequences, float32_output(config.accumulate)
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     S, readers = rt(16, COLS, fp32), CONSUMERS * warpgroup.WARPGROUP
     DOUT = st(ROWS, config.value_dim, config.dtype)
     smem = shared(
@@ -134,7 +135,7 @@ def make(config: Config):
         wg = warpgroup.id()
         t = n = int32(0)  # dBias tiles, and tiles of Q and K, so far
         if wg == CONSUMERS:
-            warpgroup.release_registers(keep)
+            warpgroup.release_registers(PRODUCER_REGISTERS)
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
                 ctx, key, visible, _ = tile_of(m, bias_heads, bias_tiles, blocks, params, aux)
                 if visible:
@@ -149,7 +150,7 @@ def make(config: Config):
                         n = int32(n + 1)
                     t = int32(t + 1)
         else:
-            warpgroup.claim_registers(claim)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
             rings = q, k, v, do
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
                 ctx, key, visible, masked = tile_of(m, bias_heads, bias_tiles, blocks, params, aux)

@@ -60,7 +60,7 @@ def make(config: Config):
     PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
-    keep, claim = REGISTERS
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = hopper_pipeline.memory(config)
     load_tiles, add_dq, next_tile = hopper_pipeline.make_load(config), hopper_pipeline.make_add_dq(config), hopper_pipeline.make_next_tile(config)
 
@@ -143,14 +143,14 @@ def make(config: Config):
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
-            warpgroup.release_registers(keep)
+            warpgroup.release_registers(PRODUCER_REGISTERS)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
                 load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
                 add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, 0)
         else:
-            warpgroup.claim_registers(claim)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
             dk, dv = zeros(DK), zeros(DV)
             if tiles > 0:
                 here = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles)))

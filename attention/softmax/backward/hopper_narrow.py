@@ -173,14 +173,14 @@ def make(config: Config):
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles, row = int32(group * q_tiles.n), seq.key + key
         if wg == PRODUCER:
-            warpgroup.release_registers(keep)
+            warpgroup.release_registers(PRODUCER_REGISTERS)
             if warpgroup.rank() == LOAD_WARP:
                 arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
                 load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
                 add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, 0)
         elif wg == GATHERER:
-            warpgroup.claim_registers(take)
+            warpgroup.claim_registers(DKDQ_REGISTERS)
             dk, rings = zeros(DK), (q, do, ds_ring, dq_ring, lse_delta, bias)
             if tiles > 0:
                 k_tile = k.wait(0)
@@ -188,7 +188,7 @@ def make(config: Config):
                     dk = gathered(int32(j), dk, rings, k_tile)
             store(gDK, transpose(INPUT(dk * unit)), (seq.batch, row, dkv_head, 16 * warpgroup.rank()), 1, 3, True)
         else:
-            warpgroup.claim_registers(claim)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
             if TURNS:
                 turn.begin(wg)
             dv, rings = zeros(DV), (q, do, ds_ring, dq_ring, lse_delta, bias)

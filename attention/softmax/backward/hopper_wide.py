@@ -73,7 +73,7 @@ def make(config: Config):
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     P = rt(16, ROWS, INPUT)
     each, both, NONLINEAR = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP, variant.nonlinear
-    keep, claim = REGISTERS
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = shared(
         k=ring(config.key, 1, each),
         v=ring(config.value, 1, each),
@@ -139,7 +139,7 @@ def make(config: Config):
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
-            warpgroup.release_registers(keep)
+            warpgroup.release_registers(PRODUCER_REGISTERS)
             kv_head, _ = divmod(dkv_head, partials)
             k.fill(0, gK, (seq.batch, block, kv_head))
             head, tile = int32(group * head_group), int32(q_tiles.first)
@@ -151,7 +151,7 @@ def make(config: Config):
                 do.fill(j, gDO, (seq.batch, tile, head))
                 head, tile = order.next_tile(q_tiles, head, tile)
         else:
-            warpgroup.claim_registers(claim)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
             mine, row = int32(key + S.cols * warpgroup.rank()), seq.key + key
             if wg == WEIGHTS:
                 dv = zeros(DV)

@@ -118,7 +118,7 @@ def make(config: Config):
         ctx = ScoreContext(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
         kv_blocks = tiling.key_blocks(row, ctx)
         if wg == CONSUMERS:
-            warpgroup.release_registers(keep)
+            warpgroup.release_registers(PRODUCER_REGISTERS)
             q.fill(0, gQ, (seq.batch, block, head))
             for j in range(kv_blocks.n):
                 key = tiling.key(kv_blocks, j, ctx)
@@ -128,7 +128,7 @@ def make(config: Config):
                 v.fill(j, gV, (seq.batch, key, kv_head))
             k.fill(kv_blocks.n, gK, (seq.batch, 0, kv_head))  # consumers ask for one block more than there are
         else:
-            warpgroup.claim_registers(claim)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
             first = int32(row + EACH * wg)
             mine = int32(first + S.rows * warpgroup.rank())
             here = ctx._replace(row=mine)
