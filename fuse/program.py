@@ -13,7 +13,7 @@ from typing import Any
 from tiles.arrays import Operand
 from tiles.checks import Check, asked
 from tiles.program import Plan, Program
-from tiles.recording import Recorded, recorded
+from tiles.recording import RecordedStep, recorded
 from tiles.schema import Schema
 from tiles.torch_op import token
 
@@ -142,7 +142,7 @@ def index_bounds(found: TracedDefinition) -> dict[str, int]:
     return {x.attr[0]: among for x, (_, among) in graph.indices(found.roots).items()}
 
 
-def _early(step: Recorded, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
+def _early(step: RecordedStep, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
     """The launch of a kernel, as a step that begins before the launch ahead of it has ended, if the kernel is one that may.
     early: see Chosen."""
     if early is None:

@@ -257,7 +257,7 @@ def number_slot(name: str, ty: types.Type, value, cure: str = "") -> int:
         raise OverflowError(f"{name}: {value} does not fit {ty}{said}") from None
 
 
-def map_encoding(name: str, how: gl | tma.Cut, form: Form) -> tma.Encoding:
+def map_encoding(name: str, how: gl | tma.TmaBox, form: Form) -> tma.Encoding:
     """The tensor map's encoding for the argument `name`. TypeError, ValueError that name it: TMA cannot read such an array."""
     try:
         return tma.encoding(tma.cut(how) if isinstance(how, gl) else how, form)

@@ -30,9 +30,9 @@ class Frames:
         self.slots, self.maps = slots, maps
         self.kernel: Kernel | None = None  # if it has declared its arguments
         self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
-        self.recent: dict[tuple, Frame] = {}  # an OrderedDict would take 0.3 us more
+        self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
 
-    def oldest(self) -> "Frame | None":
+    def oldest(self) -> "ParameterFrame | None":
         """The frame to overwrite; None as long as another may be made."""
         frame = None
         while len(self.recent) >= RECENT:
@@ -55,7 +55,7 @@ class Contents:
         self.encoded: list[bytes] | None = None  # the maps, with the addresses of the first call: see tma.encoded
 
 
-class Frame:
+class ParameterFrame:
     """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
     driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
@@ -153,11 +153,11 @@ class Bound:
         """A frame for these addresses. If another context, or none, is current on this thread, the driver refuses to make maps:
         to look first would cost every call a quarter of a microsecond."""
         try:
-            frame = self.frames.oldest() or Frame(self.frames, self.configuration())
+            frame = self.frames.oldest() or ParameterFrame(self.frames, self.configuration())
             frame.write(self.contents, stream, addresses)
         except RuntimeError:
             with self.code.target.current():
-                frame = Frame(self.frames, self.configuration())
+                frame = ParameterFrame(self.frames, self.configuration())
                 frame.write(self.contents, stream, addresses)
         return frame
 

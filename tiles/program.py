@@ -64,7 +64,7 @@ class Step(Protocol):
     def run(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
-class Part(NamedTuple):
+class ArrayView(NamedTuple):
     """A view into an array of the call or into a result, from so many bytes on. Parts stand first among a plan's scratch
     memory: they have no memory of their own, but their addresses have places there."""
 
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
     tuple."""
 
     steps: Sequence[Step]
-    scratch: Sequence[Part | tuple[tuple[int, ...], str]] = ()
+    scratch: Sequence[ArrayView | tuple[tuple[int, ...], str]] = ()
     give: Callable[[Sequence[Any]], Any] | None = None
 
 
@@ -132,7 +132,7 @@ class Recent:
 KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
 
 
-class Known(NamedTuple):
+class PreparedCall(NamedTuple):
     """What calls of one form have in common. It keeps no array alive.
 
     makers: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each Part. beyond:
@@ -142,7 +142,7 @@ class Known(NamedTuple):
     kind: Kind
     device: int | None
     makers: list[tuple[int, Callable[[], Any]]]
-    parts: Sequence[Part]
+    parts: Sequence[ArrayView]
     beyond: Sequence[int]
     apart: list[tuple]
     steps: Sequence[Step]
@@ -276,7 +276,7 @@ class Program:
             found[place] = None if found[place] is None else number
         return [options[place] or 0 for place, _ in self.numbers], tuple(found)
 
-    def _again(self, call: Callable | None, known: Known, arrays: tuple, sort: Any, lengths: tuple, *told: Any) -> None:
+    def _again(self, call: Callable | None, known: PreparedCall, arrays: tuple, sort: Any, lengths: tuple, *told: Any) -> None:
         """A call of a form that came before, of these options and this layout. call: what was written for it, None if nothing
         was yet. If it was asked, and declined, it is for another mode of this thread."""
         if call is None or call in (KNOWN.get((self, *told)) or ()):
@@ -317,7 +317,7 @@ class Program:
 
     def _learn(
         self, arrays: tuple, sort: Any, lengths: tuple, held: list | None, options: tuple, layout: str, eager: bool
-    ) -> Known:
+    ) -> PreparedCall:
         """What calls of this form have in common: from a function of lengths, or planned, and watched for the next time."""
         key = self, sort, options, layout
         functions: tuple[TracedPlan, ...] = FUNCTIONS.get(key) or ()
@@ -340,7 +340,7 @@ class Program:
         KNOWN.put((self, sort, lengths, options, layout), (known, None))
         return known
 
-    def _planned(self, described: list, options: tuple, layout: str) -> Known:
+    def _planned(self, described: list, options: tuple, layout: str) -> PreparedCall:
         """The plan for these arrays alone."""
         given = {name: array.form for name, array in zip(self.names, described) if array}
         with together() as coming:
@@ -354,13 +354,13 @@ class Program:
         with together():
             self.steps(given, next(iter(given.values())).device, options, layout)
 
-    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> Known:
+    def _plan(self, given: dict[str, Form], first: Array, options: tuple, layout: str) -> PreparedCall:
         """ValueError or TypeError: the schema or the planner refuses these forms."""
         problem, (steps, scratch, give), results = self.steps(given, first.device, options, layout)
         order, kind = self.schema.places, first.kind
         home = kind.home(first)
         makers = [(order[name], made(kind.maker, home, *problem.made(name))) for name in results if name not in given]
-        parts: Any = [x for x in scratch if isinstance(x, Part)]
+        parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]
         memory, beyond = (memory, []) if give or first.device is None else _joined(memory)
         makers += [(place, made(kind.maker, home, *what)) for place, what in enumerate(memory, len(order) + len(parts))]
@@ -370,7 +370,7 @@ class Program:
             shift = first_at - last_at
             apart.append((order[a], order[b], shift - its.extent, shift + mine.extent))
         give = give or itemgetter(*[order[name] for name in results])
-        return Known(kind, first.device, makers, parts, beyond, apart, steps, give)
+        return PreparedCall(kind, first.device, makers, parts, beyond, apart, steps, give)
 
     def steps(self, given: dict[str, Form], device: int | None, options: tuple, layout: str) -> tuple:
         """For arrays of these forms: (the Problem, the Plan with what is checked before, the names of the results)."""
@@ -380,7 +380,7 @@ class Program:
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))
 
-    def _of_lengths(self, described: list, known: Known) -> bool:
+    def _of_lengths(self, described: list, known: PreparedCall) -> bool:
         """Can this plan be one for other lengths, too? On a device; in the interpreter planning takes no time that counts."""
         return (
             known.device is not None

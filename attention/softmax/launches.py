@@ -65,7 +65,7 @@ class Before:
         batch, rows, heads, columns = narrow.form.shape
         found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
         grid = -(-batch * heads * count // quantize_kernels.WARPS), -(-columns // quantize_kernels.COLUMNS), 1
-        config = quantize_kernels.Config("widen", DTYPES[problem.dtype], False)
+        config = quantize_kernels.Config("dequantize", DTYPES[problem.dtype], False)
         descale = over(problem, f"{name}_descale", "BG")
         step = kernel_for(quantize_kernels, config, problem.device)
         told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}

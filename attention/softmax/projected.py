@@ -10,7 +10,7 @@ from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand, c_ordered
 from tiles.launch import kernel_for
-from tiles.program import Fill, Part, Plan, program
+from tiles.program import ArrayView, Fill, Plan, program
 from tiles.schema import Problem, Schema
 
 from . import forward_programs, rotary
@@ -57,7 +57,7 @@ BACKWARD = Schema(
 class _Inner(Problem):
     """The problem of forward or of backward as a part of one of ours, with these operands."""
 
-    def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[Part]):
+    def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[ArrayView]):
         self.operands, self.outer, self.parts = {n: x for n, x in operands.items() if x is not None}, outer, parts
         problem = schema.problem({name: x.form for name, x in self.operands.items()})
         super().__init__(schema, problem.forms, problem.extents, problem.bits, problem.layout)
@@ -70,11 +70,11 @@ class _Inner(Problem):
         return self.outer.scratch(len(self.parts) + number, shape, dtype)
 
 
-def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[Part]) -> Operand:
+def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
     """`count` heads of an array (batch, row, head, column), from number `first` on."""
     batch, rows, _, columns = whole.form.shape
     form = whole.form._replace(shape=(batch, rows, count, columns))
-    parts.append(Part(whole.source, first * form.strides[2]))
+    parts.append(ArrayView(whole.source, first * form.strides[2]))
     return Operand(len(problem.schema.places) + len(parts) - 1, form)
 
 
@@ -129,7 +129,7 @@ def projected(
     family: str | None,
 ) -> Plan:
     """The Plan for out, lse and the rotated rows."""
-    parts: list[Part] = []
+    parts: list[ArrayView] = []
     of, told, tiles = _turning(problem)
     batch, heads, kv_heads = problem("BHG")
     q, k = (_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
@@ -162,7 +162,7 @@ def projected_backward(
 ) -> Plan:
     """The Plan for dx, the gradients of q, k and v one behind the other, and for the gradients of norms and sinks. normed,
     sunk: are there norms? sinks?"""
-    parts: list[Part] = []
+    parts: list[ArrayView] = []
     of, told, tiles = _turning(problem)
     batch, heads, kv_heads, all_rows, columns = problem("BHGrD")
     if all_rows != heads + kv_heads:

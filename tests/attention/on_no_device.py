@@ -105,7 +105,7 @@ def noting_driver(monkeypatch):
     monkeypatch.setattr(
         tma, "move", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)
     )
-    real = bound_launch.Frame
+    real = bound_launch.ParameterFrame
 
     def frame(frames, config):
         new = real(frames, config)
@@ -126,7 +126,7 @@ def noting_driver(monkeypatch):
         launches.append((pointer, pitch, bits, width, height))
         return (ok,)
 
-    monkeypatch.setattr(bound_launch, "Frame", frame)
+    monkeypatch.setattr(bound_launch, "ParameterFrame", frame)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
     monkeypatch.setattr(driver, "cuMemsetD2D16Async", memset)
     monkeypatch.setattr(driver, "cuMemsetD2D32Async", memset)

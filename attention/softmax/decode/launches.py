@@ -77,13 +77,13 @@ def appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, 
         scratch = [(problem("BSHD"), problem.dtype)]
         queries = problem.scratch(0, *scratch[0])
     turned, alone = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
-    names = appending.Names("s", "S", None if alone else turned, ends)
-    steps = appending.planned(problem, interleaved, local, names, norm_eps)
+    names = appending.AppendNames("s", "S", None if alone else turned, ends)
+    steps = appending.plan_append(problem, interleaved, local, names, norm_eps)
     if turned and alone and 0 not in problem("SH"):  # they lie by other ends than new keys
         how: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"], "interleaved": interleaved}
-        how |= {"causal": local, "norm": appending.norm_of(problem, "q_norm", "H"), "norm_eps": norm_eps}
+        how |= {"causal": local, "norm": appending.norm_operands(problem, "q_norm", "H"), "norm_eps": norm_eps}
         tables = problem["cos"], problem["sin"]
-        steps.append(write_kernel.turned(problem.device, turned, problem["lengths"], tables, **how))
+        steps.append(write_kernel.launch_rotation(problem.device, turned, problem["lengths"], tables, **how))
     return Before(steps, scratch, queries, told)
 
 
@@ -260,7 +260,7 @@ def _product(problem: Problem) -> tuple[Same, dict[str, Any]]:
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
-    by_key = appending.of_each_key(problem)
+    by_key = appending.has_descale_per_key(problem)
     told = {name: problem[name] if by_key else over(problem, name, "NG") for name in names}
     scaled = [name for name, descale in told.items() if descale is not None]
     if len(scaled) == 1:
