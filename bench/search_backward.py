@@ -35,7 +35,7 @@ def registers(module, config) -> int:
         return config.head_dim // 2 + config.kv + config.kv // 4
     if module is hopper_wide:  # dK or dV, scores, weights or slopes twice
         return max(dims) // 2 + rows // 2 + 2 * (rows // 4)
-    sums, scores, part = sum(dims) // (2 * config.column_splits), rows // 2, config.parts.part_columns // 2
+    sums, scores, part = sum(dims) // (2 * config.consumers_per_key), rows // 2, config.parts.part_columns // 2
     if module is hopper_narrow:  # dK is the gatherer's
         return config.value_dim // 2 + 2 * scores
     if module is hopper_folded:  # a tile's dS and the part of dQ before it are in use while weights are found
@@ -62,7 +62,7 @@ def every(head_dim: int, variant: Variant):
             continue  # one consumer would have more of dQ than the other
         config = replace(config, dq_stages=dq * hopper.CONSUMERS)  # else a slot would change hands between consumers
         yield hopper, config
-        if config.column_splits == 1 and config.parts.count == hopper.CONSUMERS:
+        if config.consumers_per_key == 1 and config.parts.count == hopper.CONSUMERS:
             yield hopper_folded, hopper_folded.Config(**vars(config))
             if head_dim == hopper_narrow.HEAD_DIM and rounded:
                 yield hopper_narrow, hopper_narrow.Config(**vars(config))

@@ -23,8 +23,8 @@ from .results import float32_output
 
 @dataclass(frozen=True)
 class Config(recomputed_scores.Config):
-    """recomputed_scores.Config, and: one_row: is the bias the same for all queries? accumulate: is the gradient added to what the
-    array holds?"""
+    """recomputed_scores.Config, and: one_row: is the bias the same for all queries? accumulate: is the gradient added to what
+    the array holds?"""
 
     one_row: bool = field(kw_only=True)
     accumulate: bool = field(default=False, kw_only=True)

@@ -74,7 +74,7 @@ def choose_kernel(
 
 
 def all_see_first_block(variant: Variant, queries: int, keys: int) -> bool:
-    """Does each query see the first key? Then the first thread block that adds to a query tile can store its parts of dQ, so that
-    nobody has to clear the sums: in a fixed order; where later queries see more and there are few keys
+    """Does each query see the first key? Then the first thread block that adds to a query tile can store its parts of dQ, so
+    that nobody has to clear the sums: in a fixed order; where later queries see more and there are few keys
     (dq_order.LastBlockStores); or where a thread block has all keys, and stores dQ itself."""
     return variant.starts_at_zero and (variant.sees_all_keys or (variant.ends_at_last_key and queries <= keys))

@@ -244,9 +244,9 @@ class LastBlockStores(OrderedAdds):
 
 @static
 class ReverseTiles(UnorderedAdds):
-    """UnorderedAdds with each thread block's query tiles from the last to the first, as in AscendingAdds. For thread blocks that
-    have all keys: the dK and dV of their keys are summed over queries in the same order as if many thread blocks had some of
-    the keys each."""
+    """UnorderedAdds with each thread block's query tiles from the last to the first, as in AscendingAdds. For thread blocks
+    that have all keys: the dK and dV of their keys are summed over queries in the same order as if many thread blocks had some
+    of the keys each."""
 
     @inlined
     def visit_index(self, n, i):

@@ -53,7 +53,7 @@ class RowParts:
         return self.count * self.part_tile.rows
 
     @inlined
-    def issue(self, n, ds, keys):
+    def start_dq(self, n, ds, keys):
         """Part n, pending."""
         return warpgroup.mm_AB(part_of(ds, ROWS, n), keys)
 
@@ -91,7 +91,7 @@ class ColumnParts(RowParts):
         return self.queries
 
     @inlined
-    def issue(self, n, ds, keys):
+    def start_dq(self, n, ds, keys):
         return warpgroup.mm_AtBt(part_of(keys, self.keys, 0, ROWS, n), ds)
 
     @inlined

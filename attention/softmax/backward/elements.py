@@ -1,4 +1,5 @@
-"""The gradients of arrays whose elements scores read at indices of their own: ALiBi's slopes, and what a score in Python indexes.
+"""The gradients of arrays whose elements scores read at indices of their own: ALiBi's slopes, and what a score in Python
+indexes.
 
 Which element a score reads is known only when the kernel runs. So every warp has a row of partial sums in global memory, one
 sum for each element. The warp goes through its score tiles. In each it goes through the elements between the least index and
@@ -61,8 +62,8 @@ def make(config: recomputed_scores.Config):
         params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Sum the contributions of this thread block's score tiles (number blockIdx and every gridDim-th after that) in its
-        warps' rows of gPartials, from row `first` on. A head has `tiles` query tiles (of all sequences, if they are packed), and
-        each of these `blocks` key blocks (or, if sequences are packed, its visible key blocks are dealt to so many thread
+        warps' rows of gPartials, from row `first` on. A head has `tiles` query tiles (of all sequences, if they are packed),
+        and each of these `blocks` key blocks (or, if sequences are packed, its visible key blocks are dealt to so many thread
         blocks)."""
         q, k, v, do = smem.open()
         row = int32(first + WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
@@ -90,7 +91,8 @@ def make(config: recomputed_scores.Config):
 
 @dataclass(frozen=True)
 class SumElementRows:
-    """The configuration of the kernel that sums rows of partial sums. accumulate: it adds the result to what the array holds."""
+    """The configuration of the kernel that sums rows of partial sums. accumulate: it adds the result to what the array
+    holds."""
 
     accumulate: bool = False
 

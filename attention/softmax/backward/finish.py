@@ -1,5 +1,5 @@
-"""The kernel that runs after the main kernel of the gradients: it converts the sums of dQ, which are in float32 and in the order
-in which the tensor cores leave them, to the array dQ."""
+"""The kernel that runs after the main kernel of the gradients: it converts the sums of dQ, which are in float32 and in the
+order in which the tensor cores leave them, to the array dQ."""
 
 import functools
 import itertools
@@ -23,8 +23,8 @@ WARPS = 4  # warps of a thread block
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's configuration: the parts that dQ is summed in, the layout of sequences, how the gradient is stored, and whether the kernel begins
-    while the main kernel's grid ends."""
+    """The kernel's configuration: the parts that dQ is summed in, the layout of sequences, how the gradient is stored, and
+    whether the kernel begins while the main kernel's grid ends."""
 
     parts: RowParts
     result: StoreGradient

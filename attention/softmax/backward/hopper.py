@@ -1,9 +1,10 @@
 """Gradients of softmax attention for Hopper: a thread block has a block of keys and goes through the queries that see it.
 
-Scores are computed again, keys by queries, so that P^T and dS^T lie in registers as the left operands of the products for dV
-and dK. Only dS goes through shared memory, once, because dQ = dS K needs all keys of the block. Parts of dQ go to a warp that
-has TMA add them, in float32, to those of other blocks of keys. The query heads that share a key head come one after the other,
-so dK and dV are summed in registers. The scores of the next tile are computed while the dQ of this tile is handed on.
+Scores are computed again, keys by queries, so that P^T and dS^T are in registers as the left operands of the products for dV
+and dK. Only dS goes through shared memory, once, because dQ = dS K needs all keys of the block. Consumers store parts of dQ in
+shared memory, and a warp of the producer has TMA add them, in float32, to those of other key blocks. The query heads that share
+a key head come one after the other, so dK and dV are summed in registers. The scores of the next tile are computed while the dQ
+of this tile is on its way to the producer.
 """
 
 import functools
@@ -30,18 +31,18 @@ from .slopes import NO_SLOPE_GRADIENT
 
 @dataclass(frozen=True)
 class Config(hopper_pipeline.Config):
-    """A kernel's shape. Each consumer owns 64 keys; where a block has no more than 64, half of the columns of dK and dV. exact:
-    derivatives of scores stay in float32; else they are rounded, which takes fewer registers."""
+    """The kernel's configuration. Each consumer has 64 keys of the block; if there are only 64, half of the columns of dK and
+    dV. float32_grad: do the derivatives of scores stay in float32? Rounded, they take fewer registers."""
 
     float32_grad: bool = False
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers and one producer warpgroup."""
+        """The number of threads of a thread block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (CONSUMERS + 1)
 
 
-SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
+SHAPES: dict[int, dict[str, Any]] = {  # by padded head_dim
     64: {"kv": 128, "queries": 128},
     128: {"kv": 128, "queries": 64, "rounded_p": True, "float32_grad": True, "bias_stages": 2},
     256: {"kv": 64, "queries": 64, "do_stages": 1, "ds_stages": 1},
@@ -50,29 +51,29 @@ SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration that serves a problem: the next larger dims, both as the greater one. kind: see BaseConfig."""
+    """The configuration for a problem: both head dims padded to the same of DIMS. kind: other fields of BackwardConfig."""
     padded = padded_dim(head_dim, value_dim)
     shape = SHAPES[padded] | ({"rounded_p": True} if variant.changes_scores or variant.uses_random else {})
-    if variant.tma_bias and padded == 64:  # there is room for no more
+    if variant.tma_bias and padded == 64:  # shared memory holds no more
         shape = shape | {"ds_stages": 1}
-    if kind.get("learns", NO_SLOPE_GRADIENT) is not NO_SLOPE_GRADIENT:  # sums of dS would have the rounding of weights
+    if kind.get("slope_gradient", NO_SLOPE_GRADIENT) is not NO_SLOPE_GRADIENT:  # its sums of dS would keep the rounding of P
         shape = shape | {"rounded_p": False}
     return Config(padded, padded, dtype, variant, **shape, **kind)
 
 
 def block_of(head_dim: int, value_dim: int) -> int:
-    """Keys of a block, in all kernels that add to dQ."""
+    """The number of keys of a block, in all kernels for Hopper that add to dQ."""
     return SHAPES[padded_dim(head_dim, value_dim)]["kv"]
 
 
 def computes_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:
-    """Does the kernel find the gradient of slopes, too? Where that was timed; elsewhere it spills more registers, and
-    of wide heads two consumers have the same keys."""
+    """Does this kernel also compute the gradient of slopes? It does where that was timed: elsewhere it spills more registers,
+    and for wide heads two consumers have the same keys."""
     return 64 < max(head_dim, value_dim) <= 128 and lie.packed
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
         for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
             yield config_for(head_dim, of, variant)
@@ -84,40 +85,41 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     PARAMS, AUX, INPUT, ROUNDED = config.params, config.aux, config.dtype, config.rounded_p
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    brought, order, slope_gradient, result, OUT = config.brought, config.order, config.slope_gradient, config.result, config.result.dtype
-    COLUMN_SPLITS, PARTS, NONLINEAR, UNIT = config.column_splits, config.parts.count, config.variant.nonlinear, int(config.sequences.packed)
+    brought, order, result, OUT = config.brought, config.order, config.result, config.result.dtype
+    PARTS, NONLINEAR, UNIT = parts.count, variant.nonlinear, int(sequences.packed)
+    PER_KEY = config.consumers_per_key  # consumer `wg` has keys number wg // PER_KEY and columns number wg % PER_KEY
     GRAD = fp32 if config.float32_grad else INPUT
-    FENCED = COLUMN_SPLITS == 1  # does each consumer publish dS itself?
-    TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? its last one's number, but for `me`
-    K_COLS, V_COLS = config.head_dim // COLUMN_SPLITS, config.value_dim // COLUMN_SPLITS
+    FENCED = PER_KEY == 1  # does every consumer publish a part of dS, with the fence that this takes?
+    TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? LAST + wg is its last one
+    K_COLS, V_COLS = config.head_dim // PER_KEY, config.value_dim // PER_KEY
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
-    SCORES = rt(16, ROWS, fp32)
-    LEARNERS, (keep, claim) = config.slope_warps, REGISTERS
+    SCORES, slope_gradient, SLOPE_WARPS = rt(16, ROWS, fp32), config.slope_gradient, config.slope_warps
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = hopper_pipeline.memory(config)
     load_tiles, add_dq = hopper_pipeline.make_load(config, ahead=True), hopper_pipeline.make_add_dq(config)
 
     @inlined
-    def columns(tile, cols, dkv_head):
-        """A consumer's columns of a tile."""
-        if COLUMN_SPLITS > 1:
-            return subtile(tile, ROWS, 0, cols, dkv_head)
+    def columns(tile, cols, n):
+        """The n-th `cols` columns of a tile, which are a consumer's."""
+        if PER_KEY > 1:
+            return subtile(tile, ROWS, 0, cols, n)
         else:
             return tile
 
     @inlined
-    def whole(queries, left):
-        """A tile of queries with zeros behind the `left` first rows, which are the sequence's."""
+    def clear_tail(tile, rows):
+        """A tile of Q or dO with zeros after its first `rows` rows, which are the sequence's."""
         if sequences.packed:
-            sequences.clear(queries, left, CONSUMERS)
-        return queries
+            sequences.clear(tile, rows, CONSUMERS)
+        return tile
 
     @inlined
-    def step(j, s, dk, dv, dslope, masked, rings, keys, values, wg, ctx, coming, key, scale):
-        """(the scores of the next tile of queries, which begins with query `coming`; dK, dV and the slopes' sum) after tile j,
-        whose scores are s."""
+    def step(j, s, dk, dv, dslope, masked, rings, k_rows, v_rows, wg, ctx, next_row, key, scale):
+        """(the scores of the next query tile, whose first query is `next_row`; dK, dV and the gradient of the slope) after
+        query tile j, whose scores are s."""
         k, q, do, ds_ring, dq_ring, lse_delta, bias = rings
-        dp = warpgroup.mm_ABt(values, whole(do.wait(j), ctx.queries - ctx.row))
-        ctx = brought.by_keys(bias, j, ctx, wg // COLUMN_SPLITS)
+        dp = warpgroup.mm_ABt(v_rows, clear_tail(do.wait(j), ctx.queries - ctx.row))
+        ctx = brought.by_keys(bias, j, ctx, wg // PER_KEY)
         vectors = lse_delta.wait(j)
         lse = load(subtile(vectors, ROWS, 0), S.col_vec)
         s, grad = variant.score_and_grad(s, ctx, key)
@@ -125,7 +127,7 @@ def make(config: Config):
             grad = GRAD(grad)
         p = tiling.weights(s, lse, masked, ctx, key, scale)
         p16 = INPUT(turned(p))
-        dv = warpgroup.mma_AB(dv, variant.remove_dropped(p16), columns(do.wait(j), V_COLS, wg % COLUMN_SPLITS))
+        dv = warpgroup.mma_AB(dv, variant.remove_dropped(p16), columns(do.wait(j), V_COLS, wg % PER_KEY))
         dp = turned(warpgroup.wait(dp, newer=1))
         if ROUNDED:
             p = fp32(turned(p16))
@@ -134,28 +136,28 @@ def make(config: Config):
         if NONLINEAR:
             ds = ds * fp32(grad)
         ds = INPUT(turned(ds))
-        if wg % COLUMN_SPLITS == 0:
-            warpgroup.store_transposed(subtile(ds_ring.claim(j), ROWS, 0, EACH, wg // COLUMN_SPLITS), ds)
+        if wg % PER_KEY == 0:
+            warpgroup.store_transposed(subtile(ds_ring.claim(j), ROWS, 0, EACH, wg // PER_KEY), ds)
             ds_ring.publish(j)
         brought.give_back(bias, j, FENCED)
         if j > 0:
-            dq_ring.publish(PARTS * (j - 1) + LAST + wg, FENCED)  # only now: its fence waits for all stores, and so does dS
+            dq_ring.publish(PARTS * (j - 1) + LAST + wg, FENCED)  # only now: its fence waits for all stores, dS too
         lse_delta.release(j, None, FENCED)
         if TWICE:
-            dk = warpgroup.mma_AB(dk, ds, columns(q.wait(j), K_COLS, wg % COLUMN_SPLITS))
+            dk = warpgroup.mma_AB(dk, ds, columns(q.wait(j), K_COLS, wg % PER_KEY))
             dv = warpgroup.wait(dv, newer=1)
             do.release(j)
             ds_tile = ds_ring.wait(j)
-            part = parts.issue(wg, ds_tile, k.wait(0))
+            part = parts.start_dq(wg, ds_tile, k.wait(0))
             warpgroup.store_held(dq_ring.claim(PARTS * j + wg), warpgroup.wait(part))
             dq_ring.publish(PARTS * j + wg)
         else:
-            dk = warpgroup.mma_AB(dk, ds, columns(q.wait(j), K_COLS, wg % COLUMN_SPLITS))
+            dk = warpgroup.mma_AB(dk, ds, columns(q.wait(j), K_COLS, wg % PER_KEY))
             dv = warpgroup.wait(dv, newer=1)
             do.release(j)
             ds_tile = ds_ring.wait(j)
-        part = parts.issue(LAST + wg, ds_tile, k.wait(0))
-        s = warpgroup.mm_ABt(keys, whole(q.wait(j + 1), ctx.queries - coming))
+        part = parts.start_dq(LAST + wg, ds_tile, k.wait(0))
+        s = warpgroup.mm_ABt(k_rows, clear_tail(q.wait(j + 1), ctx.queries - next_row))
         part = warpgroup.wait(part, newer=1)
         ds_ring.release(j)
         dk = warpgroup.wait(dk, newer=1)
@@ -164,75 +166,82 @@ def make(config: Config):
         return turned(warpgroup.wait(s)), dk, dv, dslope
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def attend(
+    def backward(
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
-        gDO: tiled(config.dout, unit=UNIT), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
-        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
-        group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
+        gDO: tiled(config.dout, unit=UNIT), gLseDelta: tiled(config.lse_delta, 3, None, 2),
+        gDQAccum: tiled(parts.part_tile, 3, 1, 2), gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX,
+        blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
-        what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
-        each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
-        something of it, it was `unit` Q K^T."""
+        """dK and dV of one of `blocks` key blocks for one of `pairs` pairs of batch and head of gDK, `raster_group` of which
+        are worked on at once, and what the block adds to dQ. gDK and gDV have `heads` heads, `partials` for each key head
+        (shares.py): one for each of `splits` parts of the query tiles of each group of `group` query heads. P = exp2(`scale` s
+        - lse), where s is what the variant makes of `unit` Q K^T."""
         k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
         grid.follow()
         wg = warpgroup.id()
         block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
-        line = int32(blocks * (pair // heads) + block)  # of what is learnt
+        slope_row = int32(blocks * (pair // heads) + block)
         block, batch, dkv_head = sequences.find_keys(block, pair, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and wg < CONSUMERS:
-            some, row = sequences.nobodys_keys(key, batch, KV, params)
-            if some:
-                at_keys = int32(0), int32(row + EACH * (wg // COLUMN_SPLITS)), dkv_head
-                result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % COLUMN_SPLITS)))
-                result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % COLUMN_SPLITS)))
+            exist, row = sequences.nobodys_keys(key, batch, KV, params)
+            if exist:
+                at_keys = int32(0), int32(row + EACH * (wg // PER_KEY)), dkv_head
+                result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % PER_KEY)))
+                result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % PER_KEY)))
         if not sequences.has_keys(key, batch, params):
             return
         ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
-        above = sequences.first_tile(batch, params)
+        tiles_before = sequences.first_tile(batch, params)
         if wg == CONSUMERS:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             if warpgroup.rank() == LOAD_WARP:
-                arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, above)
+                arrays, load_rings = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
+                load_tiles(
+                    arrays, load_rings, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, tiles_before
+                )
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
-                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, above)
+                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, tiles_before)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            keys, values = k.wait(0), v.wait(0)
-            sequences.clear(keys, seq.keys - key, CONSUMERS)
-            sequences.clear(values, seq.keys - key, CONSUMERS)
-            q_tiles.clear(keys, CONSUMERS)
-            q_tiles.clear(values, CONSUMERS)
-            keys, values = subtile(keys, EACH, wg // COLUMN_SPLITS), subtile(values, EACH, wg // COLUMN_SPLITS)
-            mine = int32(key + EACH * (wg // COLUMN_SPLITS) + S.cols * warpgroup.rank())
+            k_rows, v_rows = k.wait(0), v.wait(0)
+            sequences.clear(k_rows, seq.keys - key, CONSUMERS)
+            sequences.clear(v_rows, seq.keys - key, CONSUMERS)
+            q_tiles.clear(k_rows, CONSUMERS)
+            q_tiles.clear(v_rows, CONSUMERS)
+            k_rows, v_rows = subtile(k_rows, EACH, wg // PER_KEY), subtile(v_rows, EACH, wg // PER_KEY)
+            warp_key = int32(key + EACH * (wg // PER_KEY) + S.cols * warpgroup.rank())
             rings = k, q, do, ds_ring, dq_ring, lse_delta, bias
-            queries = whole(q.wait(0), seq.queries - ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
-            s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(keys, queries))), zeros(DK), zeros(DV)
+            q_tile = clear_tail(
+                q.wait(0), seq.queries - ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group)
+            )
+            s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(k_rows, q_tile))), zeros(DK), zeros(DV)
             j = int32(0)
             for h in range(group):
                 base_ctx = ctx._replace(head=int32(group * head_group + h))
                 precomputed, dslope = variant.precompute(base_ctx), slope_gradient.init(SCORES)
                 for i in range(q_tiles.n):
-                    index, next_index = order.visit_index(q_tiles.n, i), order.visit_index(q_tiles.n, i + 1 if i + 1 < q_tiles.n else 0)
-                    here = base_ctx._replace(
-                        row=int32(ROWS * tiling.tile_index(q_tiles, index, key, ctx, group)), precomputed=precomputed
-                    )
-                    coming = ROWS * tiling.tile_index(q_tiles, next_index, key, ctx, group)
+                    index = order.visit_index(q_tiles.n, i)
+                    next_index = order.visit_index(q_tiles.n, i + 1 if i + 1 < q_tiles.n else 0)
+                    tile_row = int32(ROWS * tiling.tile_index(q_tiles, index, key, ctx, group))
+                    tile_ctx = base_ctx._replace(row=tile_row, precomputed=precomputed)
+                    next_row = ROWS * tiling.tile_index(q_tiles, next_index, key, ctx, group)
                     masked = tiling.needs_mask(q_tiles, index)
-                    s, dk, dv, dslope = step(j, s, dk, dv, dslope, masked, rings, keys, values, wg, here, coming, mine, scale)
+                    s, dk, dv, dslope = step(
+                        j, s, dk, dv, dslope, masked, rings, k_rows, v_rows, wg, tile_ctx, next_row, warp_key, scale
+                    )
                     j = int32(j + 1)
-                slope_gradient.store(dslope, params, base_ctx, int32(LEARNERS * line + warpgroup.WARPGROUP * wg + warpgroup.rank()))
+                warp_row = SLOPE_WARPS * slope_row + warpgroup.WARPGROUP * wg + warpgroup.rank()
+                slope_gradient.store(dslope, params, base_ctx, int32(warp_row))
             if j > 0:
                 dq_ring.publish(PARTS * (j - 1) + LAST + wg)
-            row = seq.key + key + EACH * (wg // COLUMN_SPLITS)
+            row = seq.key + key + EACH * (wg // PER_KEY)
             if sequences.packed:
                 end = sequences.last_key(batch, params)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
-            result.store_warpgroup(gDK, dk * unit, (seq.batch, row, dkv_head, K_COLS * (wg % COLUMN_SPLITS)))
-            result.store_warpgroup(gDV, variant.output(dv, ctx), (seq.batch, row, dkv_head, V_COLS * (wg % COLUMN_SPLITS)))
+            result.store_warpgroup(gDK, dk * unit, (seq.batch, row, dkv_head, K_COLS * (wg % PER_KEY)))
+            result.store_warpgroup(gDV, variant.output(dv, ctx), (seq.batch, row, dkv_head, V_COLS * (wg % PER_KEY)))
 
-    return attend, smem
+    return backward, smem

@@ -128,9 +128,9 @@ def make(config: Config):
         gDBias: array(4), params: PARAMS, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT,
         heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads` heads,
-        `bias_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key
-        head."""
+        """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads`
+        heads, `bias_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is
+        exp2(`scale` s - lse); `group` query heads share a key head."""
         q, k, v, do, tiles = brought.open(smem)
         wg = warpgroup.id()
         t = n = int32(0)  # dBias tiles, and tiles of Q and K, so far

@@ -1,9 +1,9 @@
-"""Gradients of softmax attention for Hopper, with a folded loop: hopper.py with other products under the exponentials.
+"""Gradients of softmax attention for Hopper, with a software-pipelined loop: hopper.py with other products during exponentials.
 
-After the scores of the next tile of queries, two more products are issued: dK of this tile, and the part of dQ of the tile
-before. They run while the next weights are computed, and no consumer waits for the other one's dS. dV runs while dS is
-computed, and the part of dQ that TMA adds is published together with dS, under one fence. This takes some more registers, so it
-serves plain scores of heads that are not wide (`serves`); narrow heads have hopper_narrow.py."""
+After the scores of the next query tile, two more products are issued: dK of this tile, and the part of dQ of the tile before.
+They run while the next P is computed, and no consumer waits for the other one's dS. dV runs while dS is computed, and the part
+of dQ that TMA adds is published together with dS, under one fence. This takes some more registers, so it is for variants that
+leave scores as they are, and heads of up to 128 columns (`serves`); narrow heads have hopper_narrow.py."""
 
 import functools
 import itertools
@@ -29,25 +29,25 @@ HEAD_DIM = 128  # padded
 
 @dataclass(frozen=True)
 class Config(hopper.Config):
-    """A kernel's shape. Each consumer owns 64 keys, and one part of dQ."""
+    """The kernel's configuration. Each consumer has 64 keys, and one part of dQ."""
 
     def __str__(self):
         return super().__str__() + " folded"
 
 
 def serves(head_dim: int, variant: variants.Variant, value_dim: int | None = None) -> bool:
-    """Is this kernel for such heads?"""
+    """Is this kernel for such head dims and such a variant?"""
     return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_folded_backward
 
 
 @functools.lru_cache(1024)
 def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim: int | None = None, **kind: Any) -> Config:
-    """The configuration that serves a problem. kind: `ordered`, `stores`."""
+    """The configuration for a problem. kind: `deterministic`, `stores_first`."""
     return Config(HEAD_DIM, HEAD_DIM, dtype, variant, CONSUMERS * warpgroup.ROWS, warpgroup.ROWS, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """What problems are served with."""
+    """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
         for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
             yield config_for(HEAD_DIM, of, variant)
@@ -62,21 +62,22 @@ def make(config: Config):
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = hopper_pipeline.memory(config)
-    load_tiles, add_dq, next_tile = hopper_pipeline.make_load(config), hopper_pipeline.make_add_dq(config), hopper_pipeline.make_next_tile(config)
+    load_tiles, add_dq = hopper_pipeline.make_load(config), hopper_pipeline.make_add_dq(config)
+    next_tile = hopper_pipeline.make_next_tile(config)
 
     @inlined
-    def weighed(j, s, masked, rings, wg, ctx, key, scale):
-        """The weights of tile j, whose scores are s."""
+    def compute_p(j, s, masked, rings, wg, ctx, key, scale):
+        """P^T of query tile j, whose scores are s."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
         lse = load(subtile(lse_delta.wait(j), ROWS, 0), S.col_vec)
         s, _ = variant.score_and_grad(turned(s), ctx, key)
         return tiling.weights(s, lse, masked, ctx, key, scale)
 
     @inlined
-    def sloped(j, p, dv, values, rings, wg):
-        """(dS of tile j, whose weights are p, for dK; dV, pending). dS is also left in shared memory, for dQ."""
+    def compute_ds(j, p, dv, v_rows, rings, wg):
+        """(dS^T of query tile j, for dK; dV, pending), where p is P of the tile. dS is also stored in shared memory, for dQ."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
-        dp = warpgroup.mm_ABt(values, do.wait(j))
+        dp = warpgroup.mm_ABt(v_rows, do.wait(j))
         p16 = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, p16, do.wait(j))
         dp = turned(warpgroup.wait(dp, newer=1))
@@ -87,33 +88,33 @@ def make(config: Config):
         return ds, dv
 
     @inlined
-    def stored(j, part, rings, wg):
-        """Store this consumer's part of dQ of tile j for a sender."""
+    def store_dq(j, part, rings, wg):
+        """Release dS of query tile j, and store this consumer's part of dQ of the tile for one of the DQ_WARPS."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
         ds_ring.release(j)
         warpgroup.store_held(dq_ring.claim(PARTS * j + wg), part)
 
-    def stepping(later):
-        """The step from one tile of queries to the next. Every step but the first (`later`) also computes a part of dQ."""
+    def make_step(later):
+        """The step from one query tile to the next. Every step but the first (`later`) also computes a part of dQ."""
 
         @inlined
-        def step(j, ds, dk, dv, masked, rings, blocks, wg, ctx, key, scale):
+        def step(j, ds, dk, dv, masked, rings, kv, wg, ctx, key, scale):
             q, do, ds_ring, dq_ring, lse_delta, bias = rings
-            keys, values, k_tile = blocks
-            s = warpgroup.mm_ABt(keys, q.wait(j + 1))
+            k_rows, v_rows, k = kv
+            s = warpgroup.mm_ABt(k_rows, q.wait(j + 1))
             dk = warpgroup.mma_AB(dk, ds, q.wait(j))
             if later:
-                part = parts.issue(wg, ds_ring.wait(j - 1), k_tile.wait(0))
+                part = parts.start_dq(wg, ds_ring.wait(j - 1), k.wait(0))
             s = warpgroup.wait(s, newer=2 if later else 1)
-            mine = int32(key + EACH * wg + S.cols * warpgroup.rank())  # computed anew, to save registers
-            p = weighed(j + 1, s, masked, rings, wg, ctx, mine, scale)
+            warp_key = int32(key + EACH * wg + S.cols * warpgroup.rank())  # computed anew, to save registers
+            p = compute_p(j + 1, s, masked, rings, wg, ctx, warp_key, scale)
             if later:
                 part = warpgroup.wait(part)
             dk = warpgroup.wait(dk)
             q.release(j)
             if later:
-                stored(j - 1, part, rings, wg)
-            ds, dv = sloped(j + 1, p, dv, values, rings, wg)
+                store_dq(j - 1, part, rings, wg)
+            ds, dv = compute_ds(j + 1, p, dv, v_rows, rings, wg)
             if later:
                 dq_ring.publish(PARTS * (j - 1) + wg, True)
             dv = warpgroup.wait(dv)
@@ -122,16 +123,16 @@ def make(config: Config):
 
         return step
 
-    first_step, step = stepping(False), stepping(True)
+    first_step, step = make_step(False), make_step(True)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def attend(
+    def backward(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT,
-        group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
+        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT,
+        raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """As in hopper.py."""
+        """dK and dV of a key block, and what it adds to dQ. hopper.py documents the parameters."""
         k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
         grid.follow()
         wg = warpgroup.id()
@@ -145,42 +146,52 @@ def make(config: Config):
         if wg == CONSUMERS:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             if warpgroup.rank() == LOAD_WARP:
-                arrays, into = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
-                load_tiles(arrays, into, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, 0)
+                arrays, load_rings = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
+                load_tiles(arrays, load_rings, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
                 add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, 0)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             dk, dv = zeros(DK), zeros(DV)
             if tiles > 0:
-                here = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles)))
-                here = here._replace(precomputed=variant.precompute(here))
-                keys, values = k.wait(0), v.wait(0)
-                q_tiles.clear(keys, CONSUMERS)
-                q_tiles.clear(values, CONSUMERS)
-                rings, blocks_of = (q, do, ds_ring, dq_ring, lse_delta, bias), (subtile(keys, EACH, wg), subtile(values, EACH, wg), k)
-                mine, i = int32(key + EACH * wg + S.cols * warpgroup.rank()), int32(0)
-                s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))
-                p = weighed(i, warpgroup.wait(s), tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i)), rings, wg, here, mine, scale)
-                ds, dv = sloped(i, p, dv, blocks_of[1], rings, wg)
+                tile_ctx = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles)))
+                tile_ctx = tile_ctx._replace(precomputed=variant.precompute(tile_ctx))
+                k_rows, v_rows = k.wait(0), v.wait(0)
+                q_tiles.clear(k_rows, CONSUMERS)
+                q_tiles.clear(v_rows, CONSUMERS)
+                rings = q, do, ds_ring, dq_ring, lse_delta, bias
+                kv = subtile(k_rows, EACH, wg), subtile(v_rows, EACH, wg), k
+                warp_key, i = int32(key + EACH * wg + S.cols * warpgroup.rank()), int32(0)
+                s = warpgroup.mm_ABt(kv[0], q.wait(0))
+                p = compute_p(
+                    i,
+                    warpgroup.wait(s),
+                    tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i)),
+                    rings,
+                    wg,
+                    tile_ctx,
+                    warp_key,
+                    scale,
+                )
+                ds, dv = compute_ds(i, p, dv, kv[1], rings, wg)
                 dv = warpgroup.wait(dv)
                 do.release(0)
                 if tiles > 1:
-                    i, here = next_tile(i, q_tiles, here)
+                    i, tile_ctx = next_tile(i, q_tiles, tile_ctx)
                     masked = tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i))
-                    ds, dk, dv = first_step(int32(0), ds, dk, dv, masked, rings, blocks_of, wg, here, key, scale)
+                    ds, dk, dv = first_step(int32(0), ds, dk, dv, masked, rings, kv, wg, tile_ctx, key, scale)
                 for j in range(int32(1), int32(tiles - 1)):
-                    i, here = next_tile(i, q_tiles, here)
+                    i, tile_ctx = next_tile(i, q_tiles, tile_ctx)
                     masked = tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i))
-                    ds, dk, dv = step(int32(j), ds, dk, dv, masked, rings, blocks_of, wg, here, key, scale)
+                    ds, dk, dv = step(int32(j), ds, dk, dv, masked, rings, kv, wg, tile_ctx, key, scale)
                 last = int32(tiles - 1)
                 dk = warpgroup.wait(warpgroup.mma_AB(dk, ds, q.wait(last)))
                 q.release(last)
                 for j in range(max(0, last - 1), tiles):
-                    stored(j, warpgroup.wait(parts.issue(wg, ds_ring.wait(j), k.wait(0))), rings, wg)
+                    store_dq(j, warpgroup.wait(parts.start_dq(wg, ds_ring.wait(j), k.wait(0))), rings, wg)
                     dq_ring.publish(PARTS * j + wg)
             row = seq.key + key + EACH * wg
             warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, dkv_head, 0), 1, 3, True)
             warpgroup.store(gDV, INPUT(dv), (seq.batch, row, dkv_head, 0), 1, 3, True)
 
-    return attend, smem
+    return backward, smem

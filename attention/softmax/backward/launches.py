@@ -39,10 +39,10 @@ def plan_launches(
     reads: Mapping[str, Sequence[BiasRead]] = MappingProxyType({}),
     dsink: bool = False,
 ) -> Plan:
-    """The launches of the gradients of the variant `spec`, whose scores were `scale` q k^T at first. deterministic: dQ is summed
-    in a fixed order. aux: the arrays that its functions read. listing: how lists say which query tiles see a key block; None
-    where no lists are needed. reads: by the name of a gradient, how scores read the array that it belongs to. dsink: is the
-    gradient of the sinks wanted?"""
+    """The launches of the gradients of the variant `spec`, whose scores were `scale` q k^T at first. deterministic: dQ is
+    summed in a fixed order. aux: the arrays that its functions read. listing: how lists say which query tiles see a key block;
+    None where no lists are needed. reads: by the name of a gradient, how scores read the array that it belongs to. dsink: is
+    the gradient of the sinks wanted?"""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     gradients = [problem[name] for name in ("dq", "dk", "dv", *["dsink"] * dsink, *reads)]
     accumulate = problem.schema.arguments["dq"].role == "updated"
@@ -136,8 +136,8 @@ def plan_launches(
 
 
 def choose_raster_group(monotonic: bool, order: UnorderedAdds, processors: int, keys: float = math.inf) -> int:
-    """How many pairs of batch and head are worked on at once: see softmax/tiling.py. keys: of a sequence. Thread blocks that add
-    to dQ in a fixed order wait for one another when they begin, the longer the more of one head begin at once."""
+    """How many pairs of batch and head are worked on at once: see softmax/tiling.py. keys: of a sequence. Thread blocks that
+    add to dQ in a fixed order wait for one another when they begin, the longer the more of one head begin at once."""
     deterministic = isinstance(order, AscendingAdds)
     sms_per_head = SHORT_SMS_PER_HEAD if keys <= SHORT and not deterministic else order.sms_per_head
     if monotonic:
@@ -148,7 +148,8 @@ def choose_raster_group(monotonic: bool, order: UnorderedAdds, processors: int, 
 def plan_wide_launches(
     problem: Problem, spec: VariantSpec, scale: float, by_keys: hopper_wide.Config, deterministic: bool, dsink: bool
 ) -> Plan:
-    """The launches of the gradients of wide heads: a kernel for dK and dV, and one for dQ, which sums nothing in global memory."""
+    """The launches of the gradients of wide heads: a kernel for dK and dV, and one for dQ, which sums nothing in global
+    memory."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, spec.variant, value_dim)

@@ -1,13 +1,13 @@
 """Lists of the query tiles that see a key block: key_block_lists.py, seen from the keys.
 
-The same survey finds the class of each query tile with each key block: no key visible, some, or all. `BuildQueryLists` then goes
-through the query tiles of a key block, for all query heads that share its key head, and writes its list, a row of integers: how
-many query tiles see some of its keys; how many of them must be masked; how many keys at the block's beginning, and at its end,
-no query sees; the indices of the tiles that must be masked, and backwards from the end of the row the indices of the others,
-each from the first on.
+The same survey finds the class of each query tile with each key block: no key visible, some, or all. `BuildQueryLists` then
+goes through the query tiles of a key block, for all query heads that share its key head, and writes its list, a row of
+integers: how many query tiles see some of its keys; how many of them must be masked; how many keys at the block's beginning,
+and at its end, no query sees; the indices of the tiles that must be masked, and backwards from the end of the row the indices
+of the others, each from the first on.
 
-Thread blocks that add to dQ in a fixed order (dq_order.py) must also know how many key blocks add to a tile before theirs: those
-whose lists contain the tile. `RankKeyBlocks` goes through the key blocks of a query tile and counts them."""
+Thread blocks that add to dQ in a fixed order (dq_order.py) must also know how many key blocks add to a tile before theirs:
+those whose lists contain the tile. `RankKeyBlocks` goes through the key blocks of a query tile and counts them."""
 
 import functools
 from dataclasses import dataclass
@@ -138,8 +138,8 @@ class BuildQueryLists:
 
 
 class RankKeyBlocks(BuildQueryLists):
-    """The configuration of the kernel that counts, for each query tile and key block, the earlier key blocks whose lists have the
-    tile. It has the fields of BuildQueryLists."""
+    """The configuration of the kernel that counts, for each query tile and key block, the earlier key blocks whose lists have
+    the tile. It has the fields of BuildQueryLists."""
 
     @property
     def params(self) -> Record:

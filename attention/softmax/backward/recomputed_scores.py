@@ -27,8 +27,8 @@ SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queri
 
 @static
 class BiasRead:
-    """How a score depends on an element of a bias, which is added before the score in Python, if there is one. score_and_grad: that
-    function's (score, derivative), or None. Subclasses: how a score depends on elements of other arrays."""
+    """How a score depends on an element of a bias, which is added before the score in Python, if there is one. score_and_grad:
+    that function's (score, derivative), or None. Subclasses: how a score depends on elements of other arrays."""
 
     score_and_grad: Callable | None
 
@@ -72,8 +72,8 @@ class SlopeRead(BiasRead):
 
 @static
 class ElementRead(BiasRead):
-    """How a score in Python depends on an element of an array that it reads: see score_derivative.Read. derivative: of the score
-    by the element. which: the element's flat index."""
+    """How a score in Python depends on an element of an array that it reads: see score_derivative.Read. derivative: of the
+    score by the element. which: the element's flat index."""
 
     derivative: Callable
     which: Callable

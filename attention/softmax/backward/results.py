@@ -6,8 +6,8 @@ from tiles import dtype, fp32, inlined, rt, static
 
 @inlined
 def times(gradient, x):
-    """gradient x, but 0 where the gradient is 0, even if x is NaN there: rows that no query sees, or that belong to no sequence,
-    may hold NaN."""
+    """gradient x, but 0 where the gradient is 0, even if x is NaN there: rows that no query sees, or that belong to no
+    sequence, may hold NaN."""
     return where(gradient == 0.0, 0.0, gradient * x)
 
 

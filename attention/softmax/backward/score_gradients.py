@@ -1,5 +1,5 @@
-"""The launches for the gradients of what scores depend on besides q and k: a bias, ALiBi's slopes, arrays that a score in Python
-reads."""
+"""The launches for the gradients of what scores depend on besides q and k: a bias, ALiBi's slopes, arrays that a score in
+Python reads."""
 
 import math
 from collections.abc import Sequence

@@ -26,8 +26,8 @@ LOG2_E = np.float32(np.log2(np.e))
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's configuration. rows: queries of the main kernel's tiles, in which `prepare` stores lse and delta. result: how
-    the gradient is stored."""
+    """The kernel's configuration. rows: queries of the main kernel's tiles, in which `prepare` stores lse and delta. result:
+    how the gradient is stored."""
 
     rows: int
     result: StoreGradient
