@@ -17,7 +17,7 @@ from tiles.layout import LANES
 from ..scores import Biased
 from ..variants import ScoreContext
 from . import recomputed_scores
-from .dq_parts import BAND
+from .dq_parts import WARP_ROWS
 from .results import float32_output
 
 
@@ -38,7 +38,9 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         for one_row in (False, True):
             read, main_rows = recomputed_scores.BiasRead(None), 64
-            yield Config(padded, padded, bf16, Biased(True), kv, queries, main_rows, None, PIECES[0], None, read, one_row=one_row)
+            yield Config(
+                padded, padded, bf16, Biased(True), kv, queries, main_rows, None, PIECES[0], None, read, one_row=one_row
+            )
 
 
 @functools.cache
@@ -50,10 +52,10 @@ def make(config: Config):
     smem = shared(**recomputed_scores.tile_buffers(config), scratch=sv(KV * config.warps, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def biased(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gDBias: array(4),
-        params: PARAMS, aux: AUX, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT, heads: INT, tiles: INT, group: INT,
-        scale: FLOAT,
+    def bias_gradient(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
+        gDBias: array(4), params: PARAMS, aux: AUX, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT, heads: INT,
+        tiles: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A tile of dBias, which has `bias_heads` heads and `bias_tiles` query tiles; `batches`, `heads` and `tiles` share
         it. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key head."""
@@ -79,6 +81,6 @@ def make(config: Config):
             if warp == 0:
                 result.store_vector(gDBias, dbias, S.row_vec, (bias_batch, bias_head, int32(0), key))
         else:
-            result.store_tile(gDBias, total, (bias_batch, bias_head, int32(ROWS * bias_tile + BAND * warp), key))
+            result.store_tile(gDBias, total, (bias_batch, bias_head, int32(ROWS * bias_tile + WARP_ROWS * warp), key))
 
-    return biased, smem
+    return bias_gradient, smem

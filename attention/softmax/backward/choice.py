@@ -49,11 +49,14 @@ def choose_kernel(
         if hopper_wide.serves(head_dim, variant, value_dim):
             return KernelChoice(hopper_wide, hopper_wide.config_for(head_dim, dtype, variant, value_dim), True)
         if not (deterministic or family_name(family)):  # deterministic parts of long sequences must have the bits of the whole
-            shape = ampere.short(head_dim, value_dim, variant, q_len, kv_len)
+            shape = ampere.short_shape(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
     by_list = listing is not None and lie is Batched
     all_see_first = lie is Batched and not by_list and all_see_first_block(variant, q_len, kv_len)
-    max_keys, block = LAST_BLOCK_STORES.get(head_dim, 0) if plain and variant.monotonic else 0, hopper.block_of(head_dim, value_dim)
+    max_keys, block = (
+        LAST_BLOCK_STORES.get(head_dim, 0) if plain and variant.monotonic else 0,
+        hopper.block_of(head_dim, value_dim),
+    )
     stores_first = tma and all_see_first and (deterministic or kv_len <= max(max_keys, block))
     order: dict[str, Any] = {"deterministic": deterministic, "stores_first": stores_first}
     slope_gradient = slopes.NO_SLOPE_GRADIENT
@@ -62,8 +65,8 @@ def choose_kernel(
     kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "lie": lie}
     kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
-        at_once, room = problem.bytes_at_once(), machine(problem.device).shared_bytes
-        config = ampere.config_for(head_dim, dtype, variant, at_once, value_dim, room, shape, **kind, **order)
+        vector_bytes, shared_limit = problem.bytes_at_once(), machine(problem.device).shared_bytes
+        config = ampere.config_for(head_dim, dtype, variant, vector_bytes, value_dim, shared_limit, shape, **kind, **order)
         return KernelChoice(ampere, replace(config, single_block=all_see_first and kv_len <= config.kv), plain)
     by_tile = in_tiles(problem, variant)
     if plain and hopper_narrow.serves(head_dim, by_tile, value_dim):

@@ -43,8 +43,8 @@ def make(config: recomputed_scores.Config):
     def add_tile(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale):
         """Add the contributions of the scores of a query tile and a key block to the warp's row of sums. Returns the number of
         score tiles that the thread block has gone through."""
-        w, i, j, here = scores.weighted_ds(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, scale)
-        index = zeros(S) + read.element(i, j, here)
+        w, i, j, warp_ctx = scores.weighted_ds(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, scale)
+        index = zeros(S) + read.element(i, j, warp_ctx)
         reads = (index >= 0.0) & (w != 0.0)
         lowest, highest = tile_min(where(reads, index, MAX_ELEMENTS)), tile_max(where(reads, index, -1.0))
         for element in range(int32(lowest), int32(highest) + 1):
@@ -57,9 +57,10 @@ def make(config: recomputed_scores.Config):
         return n
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def elements(
-        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3), gPartials: array(2),
-        params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT, scale: FLOAT,
+    def element_gradients(
+        gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
+        gPartials: array(2), params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT,
+        scale: FLOAT,
     ):  # fmt: skip
         """Sum the contributions of this thread block's score tiles (number blockIdx and every gridDim-th after that) in its
         warps' rows of gPartials, from row `first` on. A head has `tiles` query tiles (of all sequences, if they are packed),
@@ -82,11 +83,13 @@ def make(config: recomputed_scores.Config):
                 if sequences.has(tile, batch, params):
                     kv_blocks = scores.tiling.key_blocks(scores.rows * tile, ctx)
                     for block_index in range(int32(kv_blocks.first + number), int32(kv_blocks.first + kv_blocks.n), blocks):
-                        n = add_tile(n, tile, int32(block_index), ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale)
+                        n = add_tile(
+                            n, tile, int32(block_index), ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale
+                        )
             elif scores.may_see(tile, number, ctx):
                 n = add_tile(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, gPartials, row, scale)
 
-    return elements, smem
+    return element_gradients, smem
 
 
 @dataclass(frozen=True)

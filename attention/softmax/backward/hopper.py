@@ -170,7 +170,8 @@ def make(config: Config):
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gLseDelta: tiled(config.lse_delta, 3, None, 2),
         gDQAccum: tiled(parts.part_tile, 3, 1, 2), gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX,
-        blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
+        blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT,
+        unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of one of `blocks` key blocks for one of `pairs` pairs of batch and head of gDK, `raster_group` of which
         are worked on at once, and what the block adds to dQ. gDK and gDV have `heads` heads, `partials` for each key head

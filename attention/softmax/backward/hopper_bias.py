@@ -123,10 +123,10 @@ def make(config: Config):
         return p * (dp - delta)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def biased(
+    def bias_gradient(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value), gDO: tiled(DOUT), gLseDelta: array(3),
-        gDBias: array(4), params: PARAMS, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT,
-        heads: INT, group: INT, scale: FLOAT,
+        gDBias: array(4), params: PARAMS, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_tiles: INT, blocks: INT,
+        batches: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads`
         heads, `bias_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is
@@ -159,11 +159,11 @@ def make(config: Config):
                     tile = tiles.wait(t)
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
-                        here = ctx._replace(batch=int32(ctx.batch + batch), head=int32(ctx.head + head), row=row)
-                        total = total + compute_ds(n, tile, rings, gLseDelta, here, key, masked, wg, scale)
+                        head_ctx = ctx._replace(batch=int32(ctx.batch + batch), head=int32(ctx.head + head), row=row)
+                        total = total + compute_ds(n, tile, rings, gLseDelta, head_ctx, key, masked, wg, scale)
                         n = int32(n + 1)
                     brought.give_back(tiles, t)
                     t = int32(t + 1)
                 result.store_tile(gDBias, total, (ctx.batch, ctx.head, row, key))
 
-    return biased, smem
+    return bias_gradient, smem

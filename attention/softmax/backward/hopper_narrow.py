@@ -137,8 +137,8 @@ def make(config: Config):
 
     @inlined
     def accumulate_dk(j, dk, rings, k_tile):
-        """dK^T with the contribution of query tile j. This also computes the two parts of dQ of the tile, and stores the first of
-        them while the other products run."""
+        """dK^T with the contribution of query tile j. This also computes the two parts of dQ of the tile, and stores the first
+        of them while the other products run."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
         ds_tile, q_tile = ds_ring.wait(j), q.wait(j)
         part = parts.start_dq(0, ds_tile, k_tile)

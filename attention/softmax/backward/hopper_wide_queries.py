@@ -78,8 +78,8 @@ def make(config: Config):
 
     @inlined
     def rows_of(tile):
-        """The rows of a tile that are this consumer's. The warpgroup's index is read anew, so that no loop keeps the descriptors
-        of the rows in registers."""
+        """The rows of a tile that are this consumer's. The warpgroup's index is read anew, so that no loop keeps the
+        descriptors of the rows in registers."""
         return subtile(tile, EACH, warpgroup.id())
 
     @inlined
@@ -106,9 +106,9 @@ def make(config: Config):
         gLseDelta: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT,
         raster_group: INT, group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dQ of one of `blocks` query blocks of one of `pairs` pairs of batch and head, `raster_group` of which are worked on at
-        once; `group` heads share a key head. gLseDelta is (batch, head, row): of each 64 queries first lse, then delta.
-        P = exp2(`scale` s - lse), where s is what the variant makes of `unit` Q K^T."""
+        """dQ of one of `blocks` query blocks of one of `pairs` pairs of batch and head, `raster_group` of which are worked on
+        at once; `group` heads share a key head. gLseDelta is (batch, head, row): of each 64 queries first lse, then delta. P =
+        exp2(`scale` s - lse), where s is what the variant makes of `unit` Q K^T."""
         q, do, k, v = smem.open()
         grid.wait()
         wg = warpgroup.id()

@@ -213,5 +213,10 @@ def _bind_sinks(problem: Problem, config: sinks.Config, lse_delta: Any, batches:
     """The launch that computes the gradients of the sinks."""
     (heads,) = problem("H")
     return kernel_for(sinks, config, problem.device).bind(
-        -(-heads // sinks.HEADS), gLseDelta=lse_delta, gSink=problem["sink"], gDSink=problem["dsink"], batches=batches, tiles=tiles
+        -(-heads // sinks.HEADS),
+        gLseDelta=lse_delta,
+        gSink=problem["sink"],
+        gDSink=problem["dsink"],
+        batches=batches,
+        tiles=tiles,
     )

@@ -266,7 +266,9 @@ def _differentiating(x: str, axes: str, accumulate: bool = False) -> Program:
         sums = {name: _by_group(problem[name]) for name in (f"d{x}_norm", f"d{x}_norm_bias")[: 1 + layer]}
         give = nothing if accumulate else None
         if 0 in (batch, rows, heads):
-            return Plan([Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), give)
+            return Plan(
+                [Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), give
+            )
         norm, dtype = Layer() if layer else Rms(), DTYPES[problem.dtype]
         padded = min(dim for dim in SHAPES if dim >= columns)
         config = NormRowGradients(norm, padded, dtype, problem.bytes_at_once() == ALIGNMENT, accumulate)
@@ -289,7 +291,9 @@ def _differentiating(x: str, axes: str, accumulate: bool = False) -> Program:
             (groups, _) = target.form.shape
             all_parts = problem.scratch(n, (groups, heads * parts // groups, columns), "float32")
             launch = kernel_for(adding, adding, problem.device)
-            steps.append(launch.bind(groups * panels, gParts=all_parts, gSum=target, panels=panels, parts=heads * parts // groups))
+            steps.append(
+                launch.bind(groups * panels, gParts=all_parts, gSum=target, panels=panels, parts=heads * parts // groups)
+            )
         return Plan(steps, scratch, give)
 
     return differentiate
@@ -350,7 +354,16 @@ def check(name: str, norm: Any, of_norm: Any) -> None:
 
 
 def gradients(
-    name: str, x: Any, dy: Any, norm: Any, eps: Any, dx: Any, stream: Any, layout: str, of_norm: Any = None, accumulate: bool = False
+    name: str,
+    x: Any,
+    dy: Any,
+    norm: Any,
+    eps: Any,
+    dx: Any,
+    stream: Any,
+    layout: str,
+    of_norm: Any = None,
+    accumulate: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """(dx, the norm's gradient in float32: (), (that of weights,) or ((that of weights, that of the bias),)), dy being the
     gradient of the normalised rows. dx, of_norm: written in place of new arrays, or if it adds to what they hold, in float32,

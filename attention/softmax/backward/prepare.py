@@ -22,7 +22,7 @@ from tiles.layout import LANES
 from ..sequences import Batched
 from . import ampere, hopper, hopper_wide
 from .dq_order import UNORDERED, UnorderedAdds
-from .dq_parts import BAND, RowParts
+from .dq_parts import WARP_ROWS, RowParts
 
 LOG2_E = np.float32(np.log2(np.e))
 MASKED_LSE = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: its weights exp2(s - lse) are exact zeros
@@ -47,7 +47,7 @@ class Config:
     @property
     def threads(self):
         """The number of threads of a thread block, each of whose warps has 16 queries of a tile."""
-        return LANES * self.rows // BAND
+        return LANES * self.rows // WARP_ROWS
 
     @property
     def sequences(self) -> Batched:
@@ -61,7 +61,9 @@ class Config:
 
     def __str__(self):
         parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        more = ", by elements" * (not self.aligned) + str(self.order) + " PDL" * self.overlaps_previous + ", dlse" * self.has_dlse
+        more = (
+            ", by elements" * (not self.aligned) + str(self.order) + " PDL" * self.overlaps_previous + ", dlse" * self.has_dlse
+        )
         return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{more}"
 
 
@@ -105,11 +107,11 @@ def subtract_dlse(delta, visible, spec, at, params):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ALIGNED, PDL, HAS_DLSE = True if config.aligned else None, config.overlaps_previous, config.has_dlse
-    ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(BAND, 64, fp32), config.params
+    ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(WARP_ROWS, 64, fp32), config.params
     parts, sequences, order = config.parts, config.sequences, config.order
-    COLUMNS, WARPS = config.value_dim, config.rows // BAND
-    X, HEIGHT = (rt(BAND, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
-    BANDS = HEIGHT // BAND
+    COLUMNS, WARPS = config.value_dim, config.rows // WARP_ROWS
+    X, HEIGHT = (rt(WARP_ROWS, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
+    BANDS = HEIGHT // WARP_ROWS
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
@@ -123,7 +125,7 @@ def make(config: Config):
         pair, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find(tile, pair, heads, params)
         seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
-        row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
+        row, to = int32(ROWS * block + WARP_ROWS * warp), int32(2 * ROWS * tile + WARP_ROWS * warp)
         if sequences.packed:
             gO, gDO = truncate(gO, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
         lse = load(gLse, PART.col_vec, (seq.batch, head, seq.query + row)) * LOG2_E
@@ -141,6 +143,6 @@ def make(config: Config):
         if warp == 0:
             order.init_semaphores(params, pair, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
-            store(gDQAccum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
+            store(gDQAccum, zeros(X), (pair, int32(HEIGHT * tile + WARP_ROWS * band), 0), 1, 2, True)
 
     return prepare, None

@@ -20,7 +20,7 @@ from ..key_block_lists import CLASSES
 from ..sequences import Batched
 from ..tiling import Tiling
 from ..variants import Variant
-from .dq_parts import BAND
+from .dq_parts import WARP_ROWS
 
 SHAPES = {64: (64, 64), 128: (64, 64), 256: (32, 32)}  # padded head_dim: (queries, keys) of a tile
 
@@ -115,7 +115,7 @@ class Config(BaseConfig):
     @property
     def warps(self) -> int:
         """The number of warps of a thread block."""
-        return self.queries // BAND
+        return self.queries // WARP_ROWS
 
     @property
     def threads(self) -> int:
@@ -150,7 +150,7 @@ class ScoreRecomputation:
     @property
     def tile(self) -> rt:
         """The type of a warp's scores."""
-        return rt(BAND, self.kv, fp32)
+        return rt(WARP_ROWS, self.kv, fp32)
 
     @property
     def tiling(self) -> Tiling:
@@ -186,10 +186,10 @@ class ScoreRecomputation:
         do.fill(n, gDO, (seq.batch, seq.query + first, ctx.head, 0), 1, 3, n + 1, self.piece)
         k.fill(n, gK, (seq.batch, seq.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
         v.fill(n, gV, (seq.batch, seq.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
-        row = int32(first + BAND * warp)
+        row = int32(first + WARP_ROWS * warp)
         here = ctx._replace(row=row)
         ctx = here._replace(precomputed=variant.precompute(here))
-        queries, dout = subtile(q.wait(n, 0), BAND, warp), subtile(do.wait(n, 0), BAND, warp)
+        queries, dout = subtile(q.wait(n, 0), WARP_ROWS, warp), subtile(do.wait(n, 0), WARP_ROWS, warp)
         x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
         s = variant.score_in_edge_block(x, ctx, key)
         above = self.main_sequences.first_tile(ctx.batch, ctx.params)
@@ -205,11 +205,16 @@ class ScoreRecomputation:
         if self.score_before is None:
             return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
         else:
-            x = self.score_before.score(x, here._replace(precomputed=self.score_before.precompute(here)), key) * ctx.params.score_unit
+            x = (
+                self.score_before.score(x, here._replace(precomputed=self.score_before.precompute(here)), key)
+                * ctx.params.score_unit
+            )
             return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
 
 
 def recomputation(config: Config) -> ScoreRecomputation:
     """The ScoreRecomputation of this configuration."""
     shape = config.rows, config.kv, config.main_rows, config.surveyed_keys, config.piece
-    return ScoreRecomputation(*shape, config.variant, config.score_before, config.read, config.sequences, config.lie(config.main_rows))
+    return ScoreRecomputation(
+        *shape, config.variant, config.score_before, config.read, config.sequences, config.lie(config.main_rows)
+    )

@@ -35,7 +35,11 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
     if array == "alibi":
         return [recomputed_scores.SlopeRead(score_and_grad, len(form.shape) == 2 and form.shape[0] > 1)]
     number = int(array.removeprefix("aux"))
-    return [recomputed_scores.ElementRead(score_and_grad, x.by, x.place) for x in derivatives.reads if x.array == number] if derivatives else []
+    return (
+        [recomputed_scores.ElementRead(score_and_grad, x.by, x.place) for x in derivatives.reads if x.array == number]
+        if derivatives
+        else []
+    )
 
 
 class ScoreGradients:
@@ -97,7 +101,7 @@ class ScoreGradients:
     def launch_element_gradient(self, name: str, reads: Sequence[recomputed_scores.BiasRead]) -> None:
         """Launch the kernels for the gradient of an array that scores read in these ways."""
         out, (batches, heads, tiles, blocks) = self.problem[name], self.work_extents()
-        size, warps = math.prod(out.form.shape), self.queries // recomputed_scores.BAND
+        size, warps = math.prod(out.form.shape), self.queries // recomputed_scores.WARP_ROWS
         if not reads or not size:
             self.late.steps += [] if self.config.accumulate else [Fill(out, 0.0)]
             return
@@ -107,7 +111,13 @@ class ScoreGradients:
         for n, read in enumerate(reads):
             extents = {"batches": batches, "heads": heads, "tiles": tiles, "blocks": blocks, "first": n * grid * warps}
             self.late.launch(
-                elements, recomputed_scores.Config(**self.config_fields(read)), grid, gPartials=partials, **extents, **self.shape, **self.told
+                elements,
+                recomputed_scores.Config(**self.config_fields(read)),
+                grid,
+                gPartials=partials,
+                **extents,
+                **self.shape,
+                **self.told,
             )
         self.launch_sum(name, partials)
 
