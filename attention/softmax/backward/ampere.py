@@ -32,7 +32,7 @@ from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .base_config import BackwardConfig, padded_dim
 from .dq_order import REVERSE_TILES, UNORDERED, AscendingAdds, UnorderedAdds
-from .dq_parts import WARP_ROWS, PANEL, DirectParts, WarpParts
+from .dq_parts import PANEL, WARP_ROWS, DirectParts, WarpParts
 
 
 @dataclass(frozen=True)
