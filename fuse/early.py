@@ -34,7 +34,6 @@ class EarlyLaunch(NamedTuple):
 
     @property
     def of_lengths(self) -> bool:
-        """See program.Step."""
         return self.launch.of_lengths
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:

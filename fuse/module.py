@@ -18,7 +18,7 @@ import jinja2
 
 import ops
 import tiles
-from tiles.program import Recent
+from tiles.plan import Recent
 
 from .lines import WIDTH, assigned, broken, cut_at_commas, imports
 from .names import array, free_names, global_names, unused

@@ -12,7 +12,8 @@ from typing import Any
 
 from tiles.arrays import Operand
 from tiles.checks import Check, asked
-from tiles.program import Plan, Program
+from tiles.plan import Plan
+from tiles.program import Program
 from tiles.recording import RecordedStep, recorded
 from tiles.schema import Schema
 from tiles.torch_op import token

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
@@ -10,9 +10,6 @@ from . import tma
 from .device import check
 from .loaded_code import Loaded
 from .targets import has_early_launch
-
-if TYPE_CHECKING:
-    from .launch import Kernel
 
 RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
 
@@ -28,7 +25,7 @@ class Frames:
 
     def __init__(self, slots: int, maps: Sequence[int]):
         self.slots, self.maps = slots, maps
-        self.kernel: Kernel | None = None  # if it has declared its arguments
+        self.kernel: Any = None  # the Kernel (launch.py), if it has declared its arguments
         self.memory = ctypes.c_uint64 * ((tma.MAP_ALIGNMENT + tma.MAP_BYTES * len(maps)) // 8 + 2 * slots)
         self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
 

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arrays import ALIGNMENT
-
-if TYPE_CHECKING:
-    from .program import PreparedCall
+from .plan import PreparedCall
 
 OTHER = object()  # what such a function returns for a call that it does not serve
 SHAPE, STRIDES, PAST = 0, 1, 2  # what Program._read reads of an array, by its place in the tuple

@@ -37,16 +37,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import get_annotations, signature
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from . import guarded_calls, jax_call, nvtx, recording, torch_op
-from .arrays import ITEMSIZE, Array, Form, Number, Operand, ascending, fill
+from .arrays import ITEMSIZE, Array, Form, Number, ascending
 from .checks import asked
-from .frameworks import Kind, describe, kind_of, stream_handle
+from .frameworks import describe, kind_of, stream_handle
 from .lengths import Trace, made
 from .loaded_code import together
+from .plan import ArrayView, Plan, PreparedCall, Recent
 from .schema import Schema
 from .traced_plans import TracedPlan, Variable
 
@@ -56,97 +57,7 @@ EXPECTED = 3  # guarded functions that are tried before a call is read, of those
 BEGINS = 256  # bytes: scratch arrays that share a piece of memory begin at multiples of this, as allocated ones do
 
 
-class Step(Protocol):
-    """A launch of a program, or what it does instead: Bound, Interpreted, Fill, Check.
-
-    One that has a true attribute `of_lengths` is a tuple, or was made by lengths.made: a function of lengths may make it."""
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None: ...
-
-
-class ArrayView(NamedTuple):
-    """A view into an array of the call or into a result, from so many bytes on. Parts stand first among a plan's scratch
-    memory: they have no memory of their own, but their addresses have places there."""
-
-    source: int
-    offset: int
-
-
-class Plan(NamedTuple):
-    """How calls of one form are done. steps: the launches, in order. scratch: Parts first, then the shape and dtype of each
-    scratch array (see Problem.scratch), uninitialised and C-ordered. give: makes what the caller gets back, from all arrays
-    of the schema and the scratch arrays behind them; by default it is what the schema says, one array by itself, several as a
-    tuple."""
-
-    steps: Sequence[Step]
-    scratch: Sequence[ArrayView | tuple[tuple[int, ...], str]] = ()
-    give: Callable[[Sequence[Any]], Any] | None = None
-
-
-def nothing(every: Sequence[Any]) -> None:
-    """A Plan's `give` if all results are written into arrays that were given."""
-
-
-class Fill(NamedTuple):
-    """A step that gives all elements of an array one value."""
-
-    operand: Operand
-    value: float
-
-    @property
-    def of_lengths(self) -> bool:
-        """See Step."""
-        return True
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """See Step."""
-        fill(addresses[self.operand.source], self.operand.form, self.value, stream)
-
-
-class Recent:
-    """A table that forgets what was not used for the longest time. It has two generations: what is asked for moves to the
-    younger one, and when that is full the older one goes. A hit costs one lookup. Any number of threads may use it at once."""
-
-    def __init__(self, entries: int):
-        self.half = entries // 2
-        self.young: dict[Any, Any] = {}
-        self.old: dict[Any, Any] = {}
-
-    def get(self, key: Any) -> Any:
-        """What was put under the key, or None."""
-        found = self.young.get(key)
-        if found is None and self.old and (found := self.old.pop(key, None)) is not None:
-            self.put(key, found)
-        return found
-
-    def put(self, key: Any, value: Any) -> None:
-        """Remember the value under the key."""
-        if len(self.young) >= self.half:
-            self.young, self.old = {}, self.young
-        self.young[key] = value
-
-    def __len__(self) -> int:
-        return len(self.young) + len(self.old)
-
-
 KNOWN, FUNCTIONS = Recent(ENTRIES), Recent(KINDS)
-
-
-class PreparedCall(NamedTuple):
-    """What calls of one form have in common. It keeps no array alive.
-
-    makers: (the place of an array, the function that allocates it). parts: (the place of an array, bytes) of each Part. beyond:
-    how far the second and further scratch arrays lie behind the first, in one piece of memory. apart: (the places of two arrays
-    that must not share memory, and the two distances of their addresses between which they would)."""
-
-    kind: Kind
-    device: int | None
-    makers: list[tuple[int, Callable[[], Any]]]
-    parts: Sequence[ArrayView]
-    beyond: Sequence[int]
-    apart: list[tuple]
-    steps: Sequence[Step]
-    give: Callable[[Sequence[Any]], Any]
 
 
 def program(

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .arrays import Operand, c_ordered
-
-if TYPE_CHECKING:
-    from .program import Program
+from .plan import AnyProgram
 
 
 class RecordedStep(NamedTuple):
@@ -28,11 +26,9 @@ class RecordedStep(NamedTuple):
 
     @property
     def of_lengths(self) -> bool:
-        """See program.Step."""
         return getattr(self.bound, "of_lengths", False)
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """See program.Step."""
         self.bound.run(stream, [addresses[source] for source in self.sources])
 
 
@@ -67,12 +63,12 @@ def recorded(function: Callable, *args: Any, places: int) -> tuple[list[Recorded
 
 
 # ---- programs that are called meanwhile: as torch_op.py and jax_call.py ----------------------------------------------
-def serves(arrays: tuple, program: Program) -> bool:
+def serves(arrays: tuple, program: AnyProgram) -> bool:
     """Are these Operands, of a call that is to be recorded?"""
     return now() is not None and any(isinstance(x, Operand) for x in arrays)
 
 
-def call(program: Program, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
     """The program's steps are recorded. Gives Operands; what the caller leaves out lies in scratch memory."""
     recording = now()
     assert recording is not None

@@ -8,13 +8,11 @@ at once (guarded_calls.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from . import guarded_calls
 from .lengths import Trace
-
-if TYPE_CHECKING:
-    from .program import PreparedCall
+from .plan import PreparedCall
 
 MOST, TRIES = 12, 4  # the most variables that a function is narrowed to; how often it is narrowed anew, to more of them
 

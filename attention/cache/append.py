@@ -11,7 +11,8 @@ import numpy as np
 from tiles.arrays import Operand
 from tiles.checks import asked, read
 from tiles.device import machine
-from tiles.program import Plan, nothing, program
+from tiles.plan import Plan, nothing
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_fp8
 

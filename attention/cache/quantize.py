@@ -7,7 +7,8 @@ from typing import Any
 from tiles.device import machine
 from tiles.dtypes import bf16, fp16
 from tiles.launch import kernel_for
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_fp8
 

@@ -24,7 +24,7 @@ from tiles.arguments import ENDS, INT, array, record
 from tiles.arrays import Operand
 from tiles.launch import kernel_for
 from tiles.layout import LANES
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.targets import capability, has_fp8
 
 from .row_norms import NO_ROW_NORM, NoRowNorm, RowLayerNorm, RowRmsNorm

@@ -141,7 +141,7 @@ def make(config: Config):
             cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, params)
             here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
         ctx = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0)
-        queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
+        queries, state = q.wait(0, AHEAD), softmax.init(LOWEST)
         for i in range(n):
             key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
             tile = k.wait(i, AHEAD - 1)
@@ -149,19 +149,19 @@ def make(config: Config):
             here = cache.look(k, gLatent, sequence, int32(later + KV), end, params)
             s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
             s = reach.mask(s, ctx, int32(key + KEYS * own), end)
-            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
-            p = seen.weights(s, None, scale)
-            seen = seen.add(p)
+            state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)
+            p = state.weights(s, None, scale)
+            state = state.add(p)
             store(subtile(weights, BAND, warp), INPUT(p))
             block.sync()
-            o = seen.rescaled()
+            o = state.rescale()
             for part in range(PARTS):
                 o = mma_AB(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
-            seen = seen._replace(o=o)
+            state = state._replace(o=o)
 
-        l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
-        result.store(over_sum(seen.o, l), out_tile, int32(OWN * warp), params)
+        l = block.reduce_sum(finish_sum(state.l) * (1.0 if warp < PARTS else 0.0), scratch)
+        result.store(over_sum(state.o, l), out_tile, int32(OWN * warp), params)
         if warp == 0:
-            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, params)
+            result.store_lse(state.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

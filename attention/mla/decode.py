@@ -7,7 +7,8 @@ from typing import Any
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, program
+from tiles.plan import Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_early_launch, has_fp8
 

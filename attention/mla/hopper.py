@@ -151,76 +151,76 @@ def make(config: Config):
         return product.scores(tile, pipes.rotary.wait(j), pipes, j)
 
     @inlined
-    def weighed(j, s, seen, pipes, key, ctx, group, inner, scale, slack):
+    def weighed(j, s, state, pipes, key, ctx, group, inner, scale, slack):
         """(the weights of tile j from its scores, the softmax's state after it). All rows see all keys before `inner`. ctx.row:
         the band's first row. Which tokens this warp's rows are of is found here, where few tiles ask, not held in registers."""
         if key + KV > inner:
             token = (row_index(O.col_vec) + int32(ctx.row + 16 * warpgroup.rank())) // group
-            s = reach.mask(s, ctx._replace(row=token), key, ctx.keys)
-        seen = seen.moved(s, None, scale, slack)
-        p = seen.weights(s, None, scale)
-        return product.weights(p, pipes, j), seen.add(p)
+            s = reach.mask(s, ctx._replace(row=token), key, ctx.seqlen_k)
+        state = state.update_max(s, None, scale, slack)
+        p = state.weights(s, None, scale)
+        return product.weights(p, pipes, j), state.add(p)
 
     @inlined
-    def hand_on(j, p, seen, pipes, tops):
+    def hand_on(j, p, state, pipes, tops):
         """Give the weights of tile j to the other consumer, in place of the tile's rotated columns, and the maxima that they
         refer to."""
         warpgroup.sync()  # all four warps have their scores: nobody reads these columns any more
         warpgroup.store(viewed(pipes.rotary.wait(j), WEIGHTS), p)
         warpgroup.sync()
-        warpgroup.store(tops.claim(j // 2), seen.m)
+        warpgroup.store(tops.claim(j // 2), state.m)
         tops.publish(j // 2)
 
     @inlined
-    def taken(j, seen, pipes, tops, me, scale):
+    def taken(j, state, pipes, tops, me, scale):
         """(the output with tile j, pending; the softmax's state with it). The other consumer has made the weights."""
         m = warpgroup.load(tops.wait(j // 2), O.col_vec)
         tops.release(j // 2)
-        seen = seen.follow(m, scale)
+        state = state.follow_max(m, scale)
         values = subtile(pipes.latent.wait(j), KV, 0, OWN, me)
-        return warpgroup.mma_AB(seen.rescaled(), viewed(pipes.rotary.wait(j), WEIGHTS), values), seen
+        return warpgroup.mma_AB(state.rescale(), viewed(pipes.rotary.wait(j), WEIGHTS), values), state
 
     @inlined
-    def done(j, o, seen, pipes):
+    def done(j, o, state, pipes):
         """The softmax's state once the output is there; from then on tile j may be overwritten."""
-        seen = seen._replace(o=warpgroup.wait(o))
+        state = state._replace(o=warpgroup.wait(o))
         pipes.latent.release(j)
         pipes.rotary.release(j)
-        return seen
+        return state
 
     @inlined
-    def evenly(n, first, inner, seen, pipes, ctx, group, scale, slack):
+    def evenly(n, first, inner, state, pipes, ctx, group, scale, slack):
         """The softmax's state after n tiles from key `first` on, in the consumer that makes the scores of even tiles."""
         for j in range(0, n, 2):
             key = int32(first + KV * j)
-            s = warpgroup.wait(scores(j, key, ctx.keys, pipes))
-            p, seen = weighed(j, s, seen, pipes, key, ctx, group, inner, scale, slack)
-            o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
-            hand_on(j, p, seen, pipes, pipes.even)
-            seen = done(j, o, seen, pipes)
+            s = warpgroup.wait(scores(j, key, ctx.seqlen_k, pipes))
+            p, state = weighed(j, s, state, pipes, key, ctx, group, inner, scale, slack)
+            o = warpgroup.mma_AB(state.rescale(), p, subtile(pipes.latent.wait(j), KV, 0, OWN, 0))
+            hand_on(j, p, state, pipes, pipes.even)
+            state = done(j, o, state, pipes)
             if j + 1 < n:
-                o, seen = taken(j + 1, seen, pipes, pipes.odd, 0, scale)
-                seen = done(j + 1, o, seen, pipes)
-        return seen
+                o, state = taken(j + 1, state, pipes, pipes.odd, 0, scale)
+                state = done(j + 1, o, state, pipes)
+        return state
 
     @inlined
-    def oddly(n, first, inner, seen, pipes, ctx, group, scale, slack):
+    def oddly(n, first, inner, state, pipes, ctx, group, scale, slack):
         """The same in the other consumer, whose scores are computed while it takes up the values of the tile before."""
         for j in range(0, n, 2):
             key = int32(first + KV * (j + 1))
             if j + 1 < n:
-                s = scores(j + 1, key, ctx.keys, pipes)
-                o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
+                s = scores(j + 1, key, ctx.seqlen_k, pipes)
+                o, state = taken(j, state, pipes, pipes.even, 1, scale)
                 s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
-                p, seen = weighed(j + 1, s, seen, pipes, key, ctx, group, inner, scale, slack)
-                seen = done(j, o, seen, pipes)
-                o = warpgroup.mma_AB(seen.rescaled(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
-                hand_on(j + 1, p, seen, pipes, pipes.odd)
-                seen = done(j + 1, o, seen, pipes)
+                p, state = weighed(j + 1, s, state, pipes, key, ctx, group, inner, scale, slack)
+                state = done(j, o, state, pipes)
+                o = warpgroup.mma_AB(state.rescale(), p, subtile(pipes.latent.wait(j + 1), KV, 0, OWN, 1))
+                hand_on(j + 1, p, state, pipes, pipes.odd)
+                state = done(j + 1, o, state, pipes)
             else:
-                o, seen = taken(j, seen, pipes, pipes.even, 1, scale)
-                seen = done(j, o, seen, pipes)
-        return seen
+                o, state = taken(j, state, pipes, pipes.even, 1, scale)
+                state = done(j, o, state, pipes)
+        return state
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
@@ -251,17 +251,17 @@ def make(config: Config):
             out_tile = OutputTile(work.sequence, 0, work.part, work.of, IS_FINAL, mine, first_mine, last_mine, group)
             ctx = ScoreContext(work.sequence, 0, row, sees.shift, tokens, end, params, 0, 0)
             bring(pipes, gQ, out_tile, me)
-            seen = softmax.begin(LOWEST)
+            state = softmax.init(LOWEST)
             if me == 0:
-                seen = evenly(n, first, inner, seen, pipes, ctx, group, scale, slack)
+                state = evenly(n, first, inner, state, pipes, ctx, group, scale, slack)
             else:
-                seen = oddly(n, first, inner, seen, pipes, ctx, group, scale, slack)
-            own = finish_sum(seen.l)
+                state = oddly(n, first, inner, state, pipes, ctx, group, scale, slack)
+            own = finish_sum(state.l)
             warpgroup.store(subtile(sums, BAND, me), own)
             warpgroup.sync_several(CONSUMERS)
             l = own + warpgroup.load(subtile(sums, BAND, 1 - me), O.col_vec)
-            result.store(over_sum(seen.o, l), out_tile, int32(OWN * me), params)
+            result.store(over_sum(state.o, l), out_tile, int32(OWN * me), params)
             if me == 0:
-                result.store_lse(seen.m + log2(l) / scale, scale, out_tile, params)
+                result.store_lse(state.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

@@ -164,7 +164,7 @@ def make(config: Config):
         sees = reach.keys(sequence, first_token, last_token, tokens, params)
         first, end = int32(KV * work.tile), sees.end
         n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
-        ctx, seen = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0), softmax.begin(LOWEST)
+        ctx, state = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0), softmax.init(LOWEST)
         here = cache.look(latent, gLatent, sequence, first, end, params)
         numbers = cache.look(descale, gDescale, sequence, first, end, params)
         for i in range(AHEAD):
@@ -186,19 +186,19 @@ def make(config: Config):
             s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
             s = mma_ABt(s * d, q_rotary, rotary.own(i, GROUPS * AHEAD))
             s = reach.mask(s, ctx, key, end)
-            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
-            p = seen.weights(s, None, scale)
-            seen = seen.add(p)
+            state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)
+            p = state.weights(s, None, scale)
+            state = state.add(p)
             store(subtile(weights, BAND, warp), fp16(p * d))
             block.sync()
-            o = seen.rescaled()
+            o = state.rescale()
             for part in range(WARPS):
                 o = mma_AB_unzipped(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
-            seen = seen._replace(o=o)
+            state = state._replace(o=o)
 
-        l = block.reduce_sum(finish_sum(seen.l), scratch)
-        result.store(over_sum(rezipped(seen.o), l), out_tile, int32(OWN * warp), params)
+        l = block.reduce_sum(finish_sum(state.l), scratch)
+        result.store(over_sum(rezipped(state.o), l), out_tile, int32(OWN * warp), params)
         if warp == 0:
-            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, params)
+            result.store_lse(state.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

@@ -169,50 +169,61 @@ def make(config: Config):
         (block, batch, head), warp = sequences.find(block, pair, heads, params), int32(cuda.threadIdx.x // 32)
         sequences.clear_nobodys(O, gO, gLse, block, batch, head, BAND * warp, JOINS, params)
         if sequences.has(block, batch, params):
-            own, (kv_head, _) = sequences.sequence(batch, params), divmod(head, group)
-            shift, first = own.keys - own.queries, ROWS * block + BAND * warp
-            base_ctx = ScoreContext(batch, head, first, shift, own.queries, own.keys, params, aux, 0)
+            seq, (kv_head, _) = sequences.sequence(batch, params), divmod(head, group)
+            shift, first = seq.seqlen_k - seq.seqlen_q, ROWS * block + BAND * warp
+            base_ctx = ScoreContext(batch, head, first, shift, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
-            every = tiling.key_blocks(ROWS * block, ctx)
-            n = every.n
+            kv_blocks = tiling.key_blocks(ROWS * block, ctx)
+            n = kv_blocks.n
             if not sequences.apart:  # what lies behind the ends is another's
                 if not held.paged:
-                    gK, gV = truncate(gK, 1, own.key + own.keys), truncate(gV, 1, own.key + own.keys)
-                gO, gLse = truncate(gO, 1, own.query + own.queries), truncate(gLse, 2, own.query + own.queries)
-            q.fill(0, gQ, (own.batch, own.query + ROWS * block, head, 0), 1, 3, 1, PIECE)
+                    gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
+                gO, gLse = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gLse, 2, seq.offset_q + seq.seqlen_q)
+            q.fill(0, gQ, (seq.batch, seq.offset_q + ROWS * block, head, 0), 1, 3, 1, PIECE)
             for i in range(STAGES):
-                held.copy(k, i, gK, own, batch, own.key + tiling.key(every, i, ctx), kv_head, n, params, PIECE)
+                held.copy(k, i, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, i, ctx), kv_head, n, params, PIECE)
                 if i < STAGES - 1:
-                    held.copy(v, i, gV, own, batch, own.key + tiling.key(every, i, ctx), kv_head, n, params, PIECE)
-            row, queries = own.query + ROWS * block + BAND * warp, prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), ctx)
+                    held.copy(v, i, gV, seq, batch, seq.offset_k + tiling.key(kv_blocks, i, ctx), kv_head, n, params, PIECE)
+            row, queries = seq.offset_q + ROWS * block + BAND * warp, prepared(subtile(q.wait(0, KEYS_ALONE), BAND, warp), ctx)
             if JOINS:
-                o, lse = load(gO, O, (own.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (own.batch, head, row))
-                seen = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
+                o, lse = load(gO, O, (seq.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (seq.batch, head, row))
+                state = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
             else:
-                seen = softmax.begin(variant.initial_max(ctx, variant.max_floor))
+                state = softmax.init(variant.initial_max(ctx, variant.max_floor))
             for i in range(n):
-                key, later = tiling.key(every, i, ctx), i + STAGES
+                key, later = tiling.key(kv_blocks, i, ctx), i + STAGES
                 keys = k.wait(i, NEWER)
-                held.copy(v, later - 1, gV, own, batch, own.key + tiling.key(every, later - 1, ctx), kv_head, n, params, PIECE)
+                held.copy(
+                    v,
+                    later - 1,
+                    gV,
+                    seq,
+                    batch,
+                    seq.offset_k + tiling.key(kv_blocks, later - 1, ctx),
+                    kv_head,
+                    n,
+                    params,
+                    PIECE,
+                )
                 s = mma_ABt(zeros(S), queries, keys)
                 values = v.wait(i, NEWER)
-                held.copy(k, later, gK, own, batch, own.key + tiling.key(every, later, ctx), kv_head, n, params, PIECE)
-                if i < every.cut:
+                held.copy(k, later, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, later, ctx), kv_head, n, params, PIECE)
+                if i < kv_blocks.masked:
                     s = tiling.mask(variant.score_in_edge_block(s, ctx, key), ctx, key)
-                    every.clear(values, i, GROUPS)
+                    kv_blocks.clear(values, i, GROUPS)
                     below = variant.row_offset_in_edge_block(s, ctx, key)
                 else:
                     s = variant.score(s, ctx, key)
                     below = variant.row_offset(s, ctx, key)
-                seen = seen.moved(s, below, scale, slack)
-                o = seen.rescaled()  # before P, so that nothing parts the exponentials from the products that they run under
-                p = seen.weights(s, below, scale, DEEP)
-                seen = seen._replace(o=mma_AB(o, INPUT(variant.drop(p, ctx, key)), values)).add(p)
-            o, lse = seen.finish(scale, variant, ctx)
+                state = state.update_max(s, below, scale, slack)
+                o = state.rescale()  # before P, so that nothing parts the exponentials from the products that they run under
+                p = state.weights(s, below, scale, DEEP)
+                state = state._replace(o=mma_AB(o, INPUT(variant.drop(p, ctx, key)), values)).add(p)
+            o, lse = state.finish(scale, variant, ctx)
             if UNROUNDED:
-                store(gO, o, (own.batch, row, head, 0), 1, 3)
+                store(gO, o, (seq.batch, row, head, 0), 1, 3)
             else:
-                store(gO, o, (own.batch, row, head, 0), 1, 3, PIECE)
-            store(gLse, lse, (own.batch, head, row))
+                store(gO, o, (seq.batch, row, head, 0), 1, 3, PIECE)
+            store(gLse, lse, (seq.batch, head, row))
 
     return attend, smem

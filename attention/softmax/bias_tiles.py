@@ -115,6 +115,6 @@ class BiasTiles(NoTiles):
 
     @inlined
     def by_keys(self, ring, j, ctx, part):
-        own = subtile(ring.wait(j), self.queries, 0, ROWS, part)
-        x = turned(warpgroup.load_transposed(own, rt(16, self.queries, self.dtype), fenced=False))
+        rows = subtile(ring.wait(j), self.queries, 0, ROWS, part)
+        x = turned(warpgroup.load_transposed(rows, rt(16, self.queries, self.dtype), fenced=False))
         return ctx._replace(params=ctx.params._replace(bias=x))

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tiles.arrays import Number, Operand
-from tiles.program import Plan, Step, program
+from tiles.plan import Plan, Step
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from . import shared_out

@@ -25,7 +25,7 @@ from .key_sources import BLOCK, Along, Apart, Arriving
 from .online import Softmax
 from .output import Joined, Sent, Stored, Unrounded
 from .sequences import Batched, Packed, Parts
-from .tiling import clear_ahead, clear_behind
+from .tiling import zero_first_keys, zero_last_keys
 from .variants import ScoreContext, Variant
 from .visible_keys import CAUSAL, FULL
 from .weights import InRegisters, InShared
@@ -350,10 +350,10 @@ def make(config: Config):
         """The middle of the pipeline: scores and softmax of block j, while O takes up block j - 1; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, queries, k, v, tiles, room, me, ctx, key, scale, slack):
+        def step(j, p, state, queries, k, v, tiles, room, me, ctx, key, scale, slack):
             turn.take(me)
             s = warpgroup.mm_ABt(queries, k.wait(j))
-            o = warpgroup.mma_AB(seen.rescaled(), p, v.wait(j - 1))
+            o = warpgroup.mma_AB(state.rescale(), p, v.wait(j - 1))
             turn.give(me)
             fetched, here = variant.prefetch(S, ctx, key), brought.by_queries(tiles, j, ctx, me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
@@ -363,27 +363,27 @@ def make(config: Config):
             else:
                 s = variant.score_by(s, fetched, here, key)
                 below = variant.row_offset(s, ctx, key)
-            seen = seen.moved(s, below, scale, slack)
-            p = seen.weights(s, below, scale, DEEP)
-            k.release(j, after=seen.m)
-            seen, p = seen.add(p), variant.drop(p, ctx, key)
+            state = state.update_max(s, below, scale, slack)
+            p = state.weights(s, below, scale, DEEP)
+            k.release(j, after=state.m)
+            state, p = state.add(p), variant.drop(p, ctx, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
-            return weights.handed(p, room, me), seen._replace(o=o)  # only here: the mma reads P until wait(o)
+            return weights.handed(p, room, me), state._replace(o=o)  # only here: the mma reads P until wait(o)
 
         return step
 
     cut_step, step = overlap(True), overlap(False)
 
     @inlined
-    def own_blocks(row, every, ctx):
+    def own_blocks(row, kv_blocks, ctx):
         """(how many of a tile's key blocks a consumer works on, the last ones in order; how many of them it masks: the first
         one at least, and all that the mask cuts). It works on none if its rows do not exist."""
         if SKIPS:
             own = own_rows.key_blocks(row, ctx)
-            return int32(own.n if row < ctx.queries else 0), int32(max(1, own.cut))
+            return int32(own.n if row < ctx.seqlen_q else 0), int32(max(1, own.masked))
         else:
-            return every.n, int32(max(1, every.cut))
+            return kv_blocks.n, int32(max(1, kv_blocks.masked))
 
     @inlined
     def stand_by(j, first, end, behind, k, v, tiles, me):
@@ -392,7 +392,7 @@ def make(config: Config):
         keys of the first block, `behind` of them."""
         for i in range(j, first):
             if i == j and behind > 0:
-                clear_behind(v.wait(i), behind, CONSUMERS)
+                zero_last_keys(v.wait(i), behind, CONSUMERS)
             k.wait(i)
             k.release(i)
             brought.pass_by(tiles, i)
@@ -418,74 +418,76 @@ def make(config: Config):
             warpgroup.release_registers(keep)
             while more(r, blocks, heads, pairs, band, params):
                 block, batch, head = place(r, blocks, heads, pairs, band, params)
-                own, row = sequences.sequence(batch, params), ROWS * block
+                seq, row = sequences.sequence(batch, params), ROWS * block
                 kv_head, _ = divmod(head, group)
-                ctx = ScoreContext(batch, head, row, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
-                every = tiling.key_blocks(row, ctx)
+                ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+                kv_blocks = tiling.key_blocks(row, ctx)
                 if not KEYS_FIRST:
-                    q.fill(r, gQ, (own.batch, own.query + row, head))
-                seen = held.here(params)
+                    q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
+                arrived = held.here(params)
                 if AHEAD:
-                    held.fill(k, j, gK, own, batch, own.key + tiling.key(every, 0, ctx), kv_head, params)
-                for i in range(every.n):
-                    key = own.key + tiling.key(every, i, ctx)
-                    if AHEAD and i + 1 < every.n:
-                        later = own.key + tiling.key(every, i + 1, ctx)
-                        held.fill(k, j + i + 1, gK, own, batch, later, kv_head, params)
+                    held.fill(k, j, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, 0, ctx), kv_head, params)
+                for i in range(kv_blocks.n):
+                    key = seq.offset_k + tiling.key(kv_blocks, i, ctx)
+                    if AHEAD and i + 1 < kv_blocks.n:
+                        later = seq.offset_k + tiling.key(kv_blocks, i + 1, ctx)
+                        held.fill(k, j + i + 1, gK, seq, batch, later, kv_head, params)
                     if not AHEAD:
-                        seen = held.come(seen, key, params)
-                        held.fill(k, j + i, gK, own, batch, key, kv_head, params)
+                        arrived = held.come(arrived, key, params)
+                        held.fill(k, j + i, gK, seq, batch, key, kv_head, params)
                     if KEYS_FIRST and i == 0:
-                        q.fill(r, gQ, (own.batch, own.query + row, head))
-                    brought.fill(tiles, j + i, params, (batch, head, row, tiling.key(every, i, ctx) // KV))
-                    held.fill_values(v, j + i, gV, own, batch, key, kv_head, params)
-                r, j = int32(r + 1), int32(j + every.n)
+                        q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
+                    brought.fill(tiles, j + i, params, (batch, head, row, tiling.key(kv_blocks, i, ctx) // KV))
+                    held.fill_values(v, j + i, gV, seq, batch, key, kv_head, params)
+                r, j = int32(r + 1), int32(j + kv_blocks.n)
         else:
             warpgroup.claim_registers(claim)
             turn.begin(me)
             while more(r, blocks, heads, pairs, band, params):
                 block, batch, head = place(r, blocks, heads, pairs, band, params)
-                own, row = sequences.sequence(batch, params), ROWS * block + EACH * me
+                seq, row = sequences.sequence(batch, params), ROWS * block + EACH * me
                 mine = row + O.rows * warpgroup.rank()
-                base_ctx = ScoreContext(batch, head, mine, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+                base_ctx = ScoreContext(
+                    batch, head, mine, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+                )
                 ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
-                every = tiling.key_blocks(ROWS * block, ctx)
-                n, cut = own_blocks(row, every, ctx)
-                end = int32(j + every.n)
+                kv_blocks = tiling.key_blocks(ROWS * block, ctx)
+                n, cut = own_blocks(row, kv_blocks, ctx)
+                end = int32(j + kv_blocks.n)
                 first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
                 if SKIPS:
-                    stand_by(j, first, end, every.behind, k, v, tiles, me)
+                    stand_by(j, first, end, kv_blocks.unseen_behind, k, v, tiles, me)
                 if SKIPS and n == 0:
                     output.release_last(q, r)
                     output.release(q, r)
                 else:
-                    key, queries = tiling.key(every, first - j, ctx), prepared(queries, ctx)
+                    key, queries = tiling.key(kv_blocks, first - j, ctx), prepared(queries, ctx)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
                     s = tiling.mask(variant.score_in_edge_block(s, brought.by_queries(tiles, first, ctx, me), key), ctx, key)
                     below = variant.row_offset_in_edge_block(s, ctx, key)
-                    begun = output.begin(softmax, variant, ctx, gO, gLse, own, row, scale)
-                    seen = begun.moved(s, below, scale, slack)
-                    p = seen.weights(s, below, scale, DEEP)
-                    p, seen = weights.handed(variant.drop(p, ctx, key), room, me), seen.add(p)
+                    begun = output.begin(softmax, variant, ctx, gO, gLse, seq, row, scale)
+                    state = begun.update_max(s, below, scale, slack)
+                    p = state.weights(s, below, scale, DEEP)
+                    p, state = weights.handed(variant.drop(p, ctx, key), room, me), state.add(p)
                     output.release_last(q, r)
-                    sequences.clear(v.wait(first), own.keys - key, CONSUMERS)
-                    if first == j and every.behind > 0:
-                        clear_behind(v.wait(first), every.behind, CONSUMERS)
+                    sequences.clear(v.wait(first), seq.seqlen_k - key, CONSUMERS)
+                    if first == j and kv_blocks.unseen_behind > 0:
+                        zero_last_keys(v.wait(first), kv_blocks.unseen_behind, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
-                        key = tiling.key(every, i - j, ctx)
-                        p, seen = cut_step(i, p, seen, queries, k, v, tiles, room, me, ctx, key, scale, slack)
-                    if every.ahead > 0:
-                        clear_ahead(v.wait(first + cut - 1), every.ahead, CONSUMERS)
+                        key = tiling.key(kv_blocks, i - j, ctx)
+                        p, state = cut_step(i, p, state, queries, k, v, tiles, room, me, ctx, key, scale, slack)
+                    if kv_blocks.unseen_ahead > 0:
+                        zero_first_keys(v.wait(first + cut - 1), kv_blocks.unseen_ahead, CONSUMERS)
                     for i in range(int32(first + cut), end):
-                        key = tiling.key(every, i - j, ctx)
-                        p, seen = step(i, p, seen, queries, k, v, tiles, room, me, ctx, key, scale, slack)
+                        key = tiling.key(kv_blocks, i - j, ctx)
+                        p, state = step(i, p, state, queries, k, v, tiles, room, me, ctx, key, scale, slack)
                     output.release(q, r)
-                    o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), p, v.wait(end - 1)))
+                    o = warpgroup.wait(warpgroup.mma_AB(state.rescale(), p, v.wait(end - 1)))
                     v.release(end - 1)
-                    o, lse = seen._replace(o=o).finish(scale, variant, ctx)
-                    output.store(gO, o, queries, own, row, head)
-                    output.store_sums(gLse, lse, own, row, head)
+                    o, lse = state._replace(o=o).finish(scale, variant, ctx)
+                    output.store(gO, o, queries, seq, row, head)
+                    output.store_sums(gLse, lse, seq, row, head)
                 r, j = int32(r + 1), end
             output.end()
             if sequences.packed:

@@ -180,7 +180,7 @@ class Tile(NamedTuple):
     are found."""
 
     queries: Any
-    every: Any
+    kv_blocks: Any
     ctx: Any
     scale: Any
     unit: Any
@@ -232,19 +232,19 @@ def make(config: Config):
             return -lift
 
     @inlined
-    def weighed(s, key, seen, tile, of):
+    def weighed(s, key, state, tile, of):
         """(what has been seen with a block of scores, their weights). The weights are not yet in the sum; they are 2^LIFT at
         the maximum."""
         s = variant.score(measured(s, tile, of), of.ctx, key)
         below = variant.row_offset(s, of.ctx, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+        return units.weighed(s, below, lifted(below, of.lift), state, tile, MEASURES, of)
 
     @inlined
-    def cut_and_weighed(s, key, seen, tile, of):
+    def cut_and_weighed(s, key, state, tile, of):
         """The same of a block that the mask cuts."""
         s = tiling.mask(variant.score_in_edge_block(measured(s, tile, of), of.ctx, key), of.ctx, key)
         below = variant.row_offset_in_edge_block(s, of.ctx, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+        return units.weighed(s, below, lifted(below, of.lift), state, tile, MEASURES, of)
 
     @inlined
     def gained(o, lag, p, tile):
@@ -264,23 +264,23 @@ def make(config: Config):
         """A tile's key blocks; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, tile, k, values, me, of):
+        def step(j, p, state, tile, k, values, me, of):
             """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile:
             its units; the next one's are asked for while these are used, for loads, and their addresses, take long."""
-            key = tiling.key(of.every, j, of.ctx)
+            key = tiling.key(of.kv_blocks, j, of.ctx)
             turn.take(me)
-            seen = seen._replace(o=gained(seen.o, seen.lag, p, values.turned.wait(j - 1)))
+            state = state._replace(o=gained(state.o, state.o_scale, p, values.turned.wait(j - 1)))
             s = warpgroup.mm_ABt(of.queries, k.wait(j))
             turn.give(me)
             values.turned.release(j - 1)
             s = warpgroup.wait(s)
             if cut:
-                seen, p = cut_and_weighed(s, key, seen, tile, of)
+                state, p = cut_and_weighed(s, key, state, tile, of)
             else:
-                seen, p = weighed(s, key, seen, tile, of)
-            k.release(j, after=seen.m)
-            ahead = units.of_tile(of.told, tiling.key(of.every, j + 1, of.ctx), of.unit)
-            return zipped(p), units.summed(seen, p, tile), ahead
+                state, p = weighed(s, key, state, tile, of)
+            k.release(j, after=state.m)
+            ahead = units.of_tile(of.told, tiling.key(of.kv_blocks, j + 1, of.ctx), of.unit)
+            return zipped(p), units.summed(state, p, tile), ahead
 
         return step
 
@@ -299,52 +299,54 @@ def make(config: Config):
         block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
         block, batch, head = sequences.find(block, pair, heads, params)
         if sequences.has(block, batch, params):
-            own, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
+            seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
             if me == PRODUCER:
                 warpgroup.release_registers(keep)
-                ctx = ScoreContext(batch, head, row, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
-                every = tiling.key_blocks(row, ctx)
-                q.fill(0, gQ, (own.batch, own.query + row, head))
-                for j in range(int32(every.n + BEHIND)):
-                    if j < every.n:
-                        key = tiling.key(every, j, ctx)
-                        k.fill(j, gK, (own.batch, own.key + key, kv_head))
-                        turned.fill(values, j, gV, own, key, kv_head)
+                ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+                kv_blocks = tiling.key_blocks(row, ctx)
+                q.fill(0, gQ, (seq.batch, seq.offset_q + row, head))
+                for j in range(int32(kv_blocks.n + BEHIND)):
+                    if j < kv_blocks.n:
+                        key = tiling.key(kv_blocks, j, ctx)
+                        k.fill(j, gK, (seq.batch, seq.offset_k + key, kv_head))
+                        turned.fill(values, j, gV, seq, key, kv_head)
                     if j > 0:
-                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, ctx), every)
+                        turned.turn(values, int32(j - 1), sequences, seq.seqlen_k - tiling.key(kv_blocks, 0, ctx), kv_blocks)
             else:
                 warpgroup.claim_registers(claim)
                 turn.begin(me)
                 mine = row + EACH * me + O.rows * warpgroup.rank()
-                base_ctx = ScoreContext(batch, head, mine, own.keys - own.queries, own.queries, own.keys, params, aux, 0)
+                base_ctx = ScoreContext(
+                    batch, head, mine, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+                )
                 ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
-                every = tiling.key_blocks(row, ctx)
+                kv_blocks = tiling.key_blocks(row, ctx)
                 told = Units(gQUnit, gKUnit, gVUnit, int32(batch), int32(kv_head))
-                unit = units.of_queries(told, own.query + row + EACH * me, head, qk_unit)
+                unit = units.of_queries(told, seq.offset_q + row + EACH * me, head, qk_unit)
                 scale = scale if MEASURES or BY_BLOCK else scale * unit
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
-                of = Tile(subtile(q.wait(0), EACH, me), every, ctx, scale, unit, lift, slack, told)
-                key = tiling.key(every, 0, ctx)
-                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), ctx), unit)
+                of = Tile(subtile(q.wait(0), EACH, me), kv_blocks, ctx, scale, unit, lift, slack, told)
+                key = tiling.key(kv_blocks, 0, ctx)
+                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(kv_blocks, int32(1), ctx), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                seen, p = cut_and_weighed(s, key, softmax.begin(variant.initial_max(ctx, LOWEST)), tile, of)
-                p, seen = zipped(p), units.summed(seen, p, tile)
+                state, p = cut_and_weighed(s, key, softmax.init(variant.initial_max(ctx, LOWEST)), tile, of)
+                p, state = zipped(p), units.summed(state, p, tile)
                 if MASKS_SECOND:
-                    cut = int32(min(2, every.n))
+                    cut = int32(min(2, kv_blocks.n))
                 else:
-                    cut = int32(max(1, every.cut))
+                    cut = int32(max(1, kv_blocks.masked))
                 for j in range(int32(1), cut):
-                    p, seen, ahead = cut_step(j, p, seen, ahead, k, values, me, of)
-                for j in range(cut, every.n):
-                    p, seen, ahead = step(j, p, seen, ahead, k, values, me, of)
+                    p, state, ahead = cut_step(j, p, state, ahead, k, values, me, of)
+                for j in range(cut, kv_blocks.n):
+                    p, state, ahead = step(j, p, state, ahead, k, values, me, of)
                 q.release(0)
-                o = gained(seen.o, seen.lag, p, values.turned.wait(every.n - 1))
-                values.turned.release(every.n - 1)
+                o = gained(state.o, state.o_scale, p, values.turned.wait(kv_blocks.n - 1))
+                values.turned.release(kv_blocks.n - 1)
                 o = o * units.of_output(told, v_unit)
-                o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, ctx)
-                output.store(gO, o, of.queries, own, row + EACH * me, head)
-                output.store_sums(gLse, lse, own, row + EACH * me, head)
+                o, lse = state._replace(o=o, m=state.m - of.lift).finish(scale, variant, ctx)
+                output.store(gO, o, of.queries, seq, row + EACH * me, head)
+                output.store_sums(gLse, lse, seq, row + EACH * me, head)
         if sequences.packed and me != PRODUCER:
             some, row = sequences.nobodys(block, batch, params)
             if some:

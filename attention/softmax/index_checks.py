@@ -13,7 +13,7 @@ import numpy as np
 
 from tiles.arrays import Operand
 from tiles.checks import asked, read
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.schema import Problem
 
 from .block_masks import FIELDS

@@ -4,7 +4,7 @@ Two kernels make them. `Survey` asks, a warp a block of keys, and notes a class:
 block, 2 where all see all, else 1; and how many keys at the block's beginning, and at its end, none of them sees.
 `Compaction` goes through a tile's classes and writes its list, a row of integers: how many blocks there are; how many of them
 must be masked; how many keys at the beginning of the last of these, and at the end of the first one, no query of the tile sees
-(see tiling.Blocks); the numbers of those, and from the end of the row on backwards the numbers of the others, both from the
+(see tiling.KeyBlocks); the numbers of those, and from the end of the row on backwards the numbers of the others, both from the
 last block on. Of a tile that sees nothing it names the block behind the last key.
 """
 
@@ -21,7 +21,7 @@ from tiles import fp32, inlined, rt, static
 from tiles.arguments import INT, Record, record
 from tiles.layout import LANES
 
-from .tiling import Blocks, Tiling
+from .tiling import KeyBlocks, Tiling
 from .variants import ScoreContext, Variant, arrays_of
 
 WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; what a tile's rows are a multiple of
@@ -49,12 +49,12 @@ class Listed(Tiling):
         lists, batch, head, tile = ctx.params.lists, ctx.batch, ctx.head, row // self.rows
         n, cut = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
         ahead, behind = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
-        return Blocks(int32(0), int32(n), int32(0), int32(cut), int32(ahead), int32(behind))
+        return KeyBlocks(int32(0), int32(n), int32(0), int32(cut), int32(ahead), int32(behind))
 
     @inlined
     def key(self, blocks, i, ctx):
         i = min(i, blocks.n - 1)  # kernels ask ahead
-        place = HEAD + i if i < blocks.cut else ctx.params.lists.shape[3] - 1 - i + blocks.cut
+        place = HEAD + i if i < blocks.masked else ctx.params.lists.shape[3] - 1 - i + blocks.masked
         return int32(ctx.params.lists[ctx.batch, ctx.head, ctx.row // self.rows, place] * self.kv)
 
 
@@ -97,13 +97,13 @@ class Survey:
             pair, tile = divmod(rest, blocks)
             batch, head = divmod(pair, heads)
             ctx = ScoreContext(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, params, aux, 0)
-            every = tiling.key_blocks(TILE * tile, ctx)
+            kv_blocks = tiling.key_blocks(TILE * tile, ctx)
             block = WARPS * group + cuda.threadIdx.x // 32
-            if block < every.n:
-                seen, key = lane_sum(zeros(S)), int32((every.first + block) * KV)
+            if block < kv_blocks.n:
+                seen, key = lane_sum(zeros(S)), int32((kv_blocks.first + block) * KV)
                 for band in range(0, TILE, EACH):
                     seen = seen + lane_sum(variant.mask(ones(S), ctx._replace(row=int32(TILE * tile + band)), key, 0.0))
-                count, place = tile_sum(finish_sum(seen)), every.first + block
+                count, place = tile_sum(finish_sum(seen)), kv_blocks.first + block
                 all_of_it = count == TILE * KV and key + KV <= kv_len
                 found = 0 if count == 0.0 else 2 if all_of_it else 1
                 first = last = float32(KV if found == 2 else 0)  # KV, less the first key that is seen; the last one, and 1
@@ -148,10 +148,10 @@ class Compaction:
             pair, tile = divmod(cuda.blockIdx.x, blocks)
             batch, head = divmod(pair, heads)
             ctx = ScoreContext(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, params, 0, 0)
-            every = tiling.key_blocks(TILE * tile, ctx)
+            kv_blocks = tiling.key_blocks(TILE * tile, ctx)
             some, whole, ahead, behind = int32(0), int32(0), int32(0), int32(0)
-            for i in range(every.n):
-                number = int32(every.first + every.n - 1 - i)
+            for i in range(kv_blocks.n):
+                number = int32(kv_blocks.first + kv_blocks.n - 1 - i)
                 found = ctx.params.classes[batch, head, tile, number]
                 if found == 1:
                     ahead = int32(ctx.params.unseen[batch, head, tile, BOTH * number + AHEAD])

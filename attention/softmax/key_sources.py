@@ -45,19 +45,19 @@ class Along:
         return seen
 
     @inlined
-    def fill(self, ring, j, source, own, number, key, head, params):
+    def fill(self, ring, j, source, seq, number, key, head, params):
         """Fill tile j of a ring with keys, from key `key` on of the Sequence `own`, whose number is `number`."""
-        ring.fill(j, source, (own.batch, key, head))
+        ring.fill(j, source, (seq.batch, key, head))
 
     @inlined
-    def fill_values(self, ring, j, source, own, number, key, head, params):
+    def fill_values(self, ring, j, source, seq, number, key, head, params):
         """The same of values."""
-        self.fill(ring, j, source, own, number, key, head, params)
+        self.fill(ring, j, source, seq, number, key, head, params)
 
     @inlined
-    def copy(self, pipe, j, source, own, number, key, head, n, params, piece):
+    def copy(self, pipe, j, source, seq, number, key, head, n, params, piece):
         """Start copying tile j of `n` of a pipeline, `piece` bytes at a time."""
-        pipe.fill(j, source, (own.batch, key, head, 0), 1, 3, n, piece)
+        pipe.fill(j, source, (seq.batch, key, head, 0), 1, 3, n, piece)
 
 
 @static
@@ -88,21 +88,21 @@ class Apart(Along):
         return mine, before if mine else int32(key - before)
 
     @inlined
-    def fill_from(self, ring, j, mine, source, own, key, head, params):
+    def fill_from(self, ring, j, mine, source, seq, key, head, params):
         """Fill tile j of a ring from the array of the spans, or from the kernel's."""
         in_span, row = self.place(key, params)
         if in_span:
-            ring.fill(j, mine, (own.batch, row, head))
+            ring.fill(j, mine, (seq.batch, row, head))
         else:
-            ring.fill(j, source, (own.batch, row, head))
+            ring.fill(j, source, (seq.batch, row, head))
 
     @inlined
-    def fill(self, ring, j, source, own, number, key, head, params):
-        self.fill_from(ring, j, params.own_k, source, own, key, head, params)
+    def fill(self, ring, j, source, seq, number, key, head, params):
+        self.fill_from(ring, j, params.own_k, source, seq, key, head, params)
 
     @inlined
-    def fill_values(self, ring, j, source, own, number, key, head, params):
-        self.fill_from(ring, j, params.own_v, source, own, key, head, params)
+    def fill_values(self, ring, j, source, seq, number, key, head, params):
+        self.fill_from(ring, j, params.own_v, source, seq, key, head, params)
 
 
 @static
@@ -154,11 +154,11 @@ class InCaches(Along):
         return int32(params.batch_index[number]) if params.batch_index.shape[0] > 0 else int32(number)
 
     @inlined
-    def fill(self, ring, j, source, own, number, key, head, params):
+    def fill(self, ring, j, source, seq, number, key, head, params):
         ring.fill(j, source, (self.batch(number, params), key, head))
 
     @inlined
-    def copy(self, pipe, j, source, own, number, key, head, n, params, piece):
+    def copy(self, pipe, j, source, seq, number, key, head, n, params, piece):
         pipe.fill(j, source, (self.batch(number, params), key, head, 0), 1, 3, n, piece)
 
 
@@ -184,22 +184,22 @@ class InPages(Along):
         return " paged" + f" in {self.parts} parts" * (self.parts > 1)
 
     @inlined
-    def begin(self, own, params):
+    def begin(self, seq, params):
         """The first key of a Sequence that any of its queries sees; None if that is the first one."""
         if self.left:
-            return int32(own.key + max(0, own.keys - own.queries - params.left))
+            return int32(seq.offset_k + max(0, seq.seqlen_k - seq.seqlen_q - params.left))
         else:
             return None
 
     @inlined
-    def fill(self, ring, j, source, own, number, key, head, params):
+    def fill(self, ring, j, source, seq, number, key, head, params):
         """See Along. Behind the last key there are zeros; neither keys nor page numbers are read there."""
-        at, end = (int32(number), int32(key), int32(head)), own.key + own.keys
-        ring.fill_pages(j, source, params.pages, params.page_size, at, end, self.parts, self.begin(own, params))
+        at, end = (int32(number), int32(key), int32(head)), seq.offset_k + seq.seqlen_k
+        ring.fill_pages(j, source, params.pages, params.page_size, at, end, self.parts, self.begin(seq, params))
 
     @inlined
-    def copy(self, pipe, j, source, own, number, key, head, n, params, piece):
+    def copy(self, pipe, j, source, seq, number, key, head, n, params, piece):
         """See Along. For a tile that does not exist the first pages are looked up."""
-        end = own.key + own.keys
-        found = pipe.look_up(params.pages, source.shape[1], (number, int32(max(key, 0))), end, self.begin(own, params))
+        end = seq.offset_k + seq.seqlen_k
+        found = pipe.look_up(params.pages, source.shape[1], (number, int32(max(key, 0))), end, self.begin(seq, params))
         pipe.fill_pages(j, source, found, (key, head, 0), end, n, piece)

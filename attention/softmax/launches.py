@@ -8,7 +8,7 @@ from tiles.arrays import ALIGNMENT, Operand
 from tiles.device import machine, persistent
 from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, Step, nothing
+from tiles.plan import Fill, Plan, Step, nothing
 from tiles.schema import Problem
 from tiles.targets import has_fp8
 

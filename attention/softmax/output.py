@@ -22,18 +22,18 @@ class Stored:
         return array(4, of)
 
     @inlined
-    def begin(self, softmax, variant, ctx, gO, gLse, own, row, scale):
+    def begin(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
         """What a consumer's rows of a tile, from `row` on, of a Sequence have seen before their first key."""
-        return softmax.begin(variant.initial_max(ctx, variant.max_floor))
+        return softmax.init(variant.initial_max(ctx, variant.max_floor))
 
     @inlined
-    def store(self, gO, o, queries, own, row, head):
+    def store(self, gO, o, queries, seq, row, head):
         """Write a consumer's rows of a tile, from `row` on, of a Sequence."""
-        at = own.batch, own.query + row, head, 0
+        at = seq.batch, seq.offset_q + row, head, 0
         if self.apart:
             self.write(gO, o, at)
         else:
-            self.write(truncate(gO, 1, own.query + own.queries), o, at)
+            self.write(truncate(gO, 1, seq.offset_q + seq.seqlen_q), o, at)
 
     @inlined
     def write(self, gO, o, at):
@@ -41,13 +41,13 @@ class Stored:
         warpgroup.store(gO, o, at, rows=1, cols=3, aligned=True)
 
     @inlined
-    def store_sums(self, gLse, lse, own, row, head):
+    def store_sums(self, gLse, lse, seq, row, head):
         """Write the log-sum-exp of these rows."""
-        at = own.batch, head, own.query + row
+        at = seq.batch, head, seq.offset_q + row
         if self.apart:
             warpgroup.store(gLse, lse, at)
         else:
-            warpgroup.store(truncate(gLse, 2, own.query + own.queries), lse, at)
+            warpgroup.store(truncate(gLse, 2, seq.offset_q + seq.seqlen_q), lse, at)
 
     @inlined
     def clear(self, tile, gO, gLse, row, head):
@@ -89,12 +89,12 @@ class Joined(Unrounded):
         """See Stored: what is nobody's stays as it is."""
 
     @inlined
-    def begin(self, softmax, variant, ctx, gO, gLse, own, row, scale):
+    def begin(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
         """See Stored. If the variant changes the output, it changes the whole of it."""
-        end = own.query + own.queries
-        gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
-        o = warpgroup.load(gO, softmax.tile, (own.batch, row, ctx.head, 0), 1, 3, False)
-        lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, ctx.head, row))
+        end = seq.offset_q + seq.seqlen_q
+        gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), seq.offset_q + row
+        o = warpgroup.load(gO, softmax.tile, (seq.batch, row, ctx.head, 0), 1, 3, False)
+        lse = warpgroup.load(gLse, softmax.tile.col_vec, (seq.batch, ctx.head, row))
         return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
 
 
@@ -107,9 +107,9 @@ class Sent(Stored):
         return tiled(st(warpgroup.ROWS, value_dim, of), unit=1)
 
     @inlined
-    def store(self, gO, o, queries, own, row, head):
+    def store(self, gO, o, queries, seq, row, head):
         warpgroup.store(queries, queries.dtype(o))
-        warpgroup.tma_store(gO, (own.batch, own.query + row, head), queries)
+        warpgroup.tma_store(gO, (seq.batch, seq.offset_q + row, head), queries)
 
     @inlined
     def release(self, q, r):

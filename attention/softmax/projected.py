@@ -10,7 +10,8 @@ from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand, c_ordered
 from tiles.launch import kernel_for
-from tiles.program import ArrayView, Fill, Plan, program
+from tiles.plan import ArrayView, Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from . import forward_programs, rotary

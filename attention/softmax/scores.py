@@ -67,11 +67,11 @@ class Sloped(Variant):
 
     @inlined
     def key_range(self, first, last, ctx):
-        return KeyRange(0, ctx.keys, 0, min(ctx.keys, first + ctx.shift) if self.has_row_offset else ctx.keys)
+        return KeyRange(0, ctx.seqlen_k, 0, min(ctx.seqlen_k, first + ctx.shift) if self.has_row_offset else ctx.seqlen_k)
 
     @inlined
     def query_range(self, first, last, ctx):
-        return QueryRange(0, ctx.queries, max(0, last - ctx.shift + 1) if self.has_row_offset else 0, ctx.queries)
+        return QueryRange(0, ctx.seqlen_q, max(0, last - ctx.shift + 1) if self.has_row_offset else 0, ctx.seqlen_q)
 
     @inlined
     def score(self, s, ctx, key):
@@ -325,7 +325,7 @@ class ScoredBack(Scored):
     def score(self, s, ctx, key):
         i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
         s = self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
-        return where(i < ctx.queries, s, -math.inf)
+        return where(i < ctx.seqlen_q, s, -math.inf)
 
     @inlined
     def score_and_grad(self, s, ctx, key):
@@ -333,7 +333,7 @@ class ScoredBack(Scored):
         tile = rt(s.rows, s.cols, fp32, s.layout)
         s, slope = self.both(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
         slope = maximum(minimum(full(tile, -0.0) + slope, STEEPEST), -STEEPEST)
-        return where(i < ctx.queries, s, -math.inf), slope
+        return where(i < ctx.seqlen_q, s, -math.inf), slope
 
 
 class Sunk(Variant):

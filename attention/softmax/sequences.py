@@ -11,13 +11,14 @@ from tiles.arguments import ENDS, INT
 
 
 class Sequence(NamedTuple):
-    """A sequence: the batch in which it lies, where its queries and keys begin there, and how many it has of each."""
+    """A sequence in memory. batch: the index of the first axis. offset_q, offset_k: the rows of its first query and key there.
+    seqlen_q, seqlen_k: how many it has of each."""
 
     batch: Any
-    query: Any
-    queries: Any
-    key: Any
-    keys: Any
+    offset_q: Any
+    seqlen_q: Any
+    offset_k: Any
+    seqlen_k: Any
 
 
 GROWING = {"lengths": ENDS, "added": INT, "new_ends": ENDS}  # what `in_use` reads

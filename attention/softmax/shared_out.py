@@ -2,7 +2,7 @@
 query heads that share a key head are rows of one tile, and multiprocessors work on different parts of the keys."""
 
 from tiles.device import machine
-from tiles.program import Plan
+from tiles.plan import Plan
 from tiles.schema import Problem
 
 from .decode import ampere, hopper

@@ -49,39 +49,40 @@ def _halves(grid: int) -> list[int]:
 
 
 @inlined
-def clear_ahead(tile, count, groups):
-    """Zero the first rows of a shared tile, so many. Done by the block's first `groups` warpgroups together."""
+def zero_first_keys(tile, count, groups):
+    """Zero the first `count` rows of a shared tile. The CTA's first `groups` warpgroups do it together."""
     if count > 0:
         warpgroup.zero_first_rows(tile, count, groups)
 
 
 @inlined
-def clear_behind(tile, count, groups):
-    """The same of the last rows."""
+def zero_last_keys(tile, count, groups):
+    """Zero the last `count` rows of a shared tile. The CTA's first `groups` warpgroups do it together."""
     if count > 0:
         warpgroup.zero_rows(tile, int32(tile.rows - count), groups)
 
 
-class Blocks(NamedTuple):
-    """The key blocks that a tile's rows see: n of them, from block `first` on. The first `cut` that are worked on must be
-    masked: `right` of these are the last key blocks, the others the first ones. ahead: how many keys at the beginning of the
-    last of these no query sees. behind: how many at the end of the first one. Such keys must not be multiplied: a weight of
-    0 does not make up for a NaN. Both may be negative, which says the same as 0."""
+class KeyBlocks(NamedTuple):
+    """The n key blocks that a query tile reads, from block `first` on, in the order in which it reads them (`Tiling.key`). The
+    first `masked` ones need the mask: the last blocks of the sequence, `masked_right` of them, and then the blocks at the left
+    edge of a window. unseen_ahead: how many keys at the beginning of the last masked block no query sees. unseen_behind: how
+    many keys at the end of the first block no query sees. The values of such keys are zeroed before the product, because a
+    weight of 0 times NaN is NaN. Both counts may be negative, which means 0."""
 
     first: Any
     n: Any
-    right: Any
-    cut: Any
-    ahead: Any
-    behind: Any
+    masked_right: Any
+    masked: Any
+    unseen_ahead: Any
+    unseen_behind: Any
 
     @inlined
     def clear(self, tile, i, groups):
-        """Zero these keys in the i-th block that is worked on. Done by the thread block's first `groups` warpgroups."""
-        if i == max(1, self.cut) - 1:
-            clear_ahead(tile, self.ahead, groups)
+        """Zero the unseen keys of the i-th block, a shared tile. The CTA's first `groups` warpgroups do it together."""
+        if i == max(1, self.masked) - 1:
+            zero_first_keys(tile, self.unseen_ahead, groups)
         if i == 0:
-            clear_behind(tile, self.behind, groups)
+            zero_last_keys(tile, self.unseen_behind, groups)
 
 
 @static
@@ -119,16 +120,16 @@ class Tiling:
         keys = self.variant.key_range(row, row + self.rows - 1, ctx)
         first, end = 0 if self.variant.starts_at_zero else keys.first // self.kv, keys.end
         if self.variant.may_end_early:
-            end = min(end, self.variant.key_range(0, ctx.queries - 1, ctx).end)  # not all rows of a tile need be queries
+            end = min(end, self.variant.key_range(0, ctx.seqlen_q - 1, ctx).end)  # not all rows of a tile need be queries
         n = max(1, (end + self.kv - 1) // self.kv - first)
         right = 1 if self.variant.sees_all_keys else n - max(0, keys.inner_end // self.kv - first)
         behind = self.unseen_behind(int32((first + n) * self.kv), ctx)
         if self.variant.starts_at_zero:
-            return Blocks(int32(0), int32(n), int32(right), int32(right), int32(0), behind)
+            return KeyBlocks(int32(0), int32(n), int32(right), int32(right), int32(0), behind)
         else:
             left = min(n - right, max(0, (keys.inner_first + self.kv - 1) // self.kv - first))
             ahead = self.unseen_ahead(int32(first * self.kv), ctx)
-            return Blocks(int32(first), int32(n), int32(right), int32(right + left), ahead, behind)
+            return KeyBlocks(int32(first), int32(n), int32(right), int32(right + left), ahead, behind)
 
     @inlined
     def key(self, blocks, i, ctx):
@@ -138,8 +139,8 @@ class Tiling:
         if self.variant.starts_at_zero:
             return int32((blocks.n - 1 - i) * self.kv)
         else:
-            on_right, inner = blocks.n - 1 - i, blocks.n - 1 - i + blocks.cut - blocks.right
-            block = on_right if i < blocks.right else blocks.cut - 1 - i if i < blocks.cut else inner
+            on_right, inner = blocks.n - 1 - i, blocks.n - 1 - i + blocks.masked - blocks.masked_right
+            block = on_right if i < blocks.masked_right else blocks.masked - 1 - i if i < blocks.masked else inner
             return int32((blocks.first + block) * self.kv)
 
     @inlined
@@ -149,13 +150,13 @@ class Tiling:
         if self.variant.starts_at_zero:
             return int32(0)
         else:
-            return int32(self.variant.key_range(0, ctx.queries - 1, ctx).first - key)
+            return int32(self.variant.key_range(0, ctx.seqlen_q - 1, ctx).first - key)
 
     @inlined
     def unseen_behind(self, end, ctx):
         """The same of the keys up to `end`, because all windows end ahead of them."""
         if self.variant.may_end_early:
-            return int32(end - self.variant.key_range(0, ctx.queries - 1, ctx).end)
+            return int32(end - self.variant.key_range(0, ctx.seqlen_q - 1, ctx).end)
         else:
             return int32(0)
 
@@ -183,5 +184,5 @@ class Tiling:
     def mask(self, s, ctx, key):
         """-inf for the scores that must not be seen, of keys from `key` on."""
         if not self.ends_within:
-            s = right_fill(s, ctx.keys - key, -math.inf)
+            s = right_fill(s, ctx.seqlen_k - key, -math.inf)
         return self.variant.mask(s, ctx, key, -math.inf)

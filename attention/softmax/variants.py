@@ -20,17 +20,17 @@ from .online import LOWEST, LOWEST_FLOAT
 
 
 class ScoreContext(NamedTuple):
-    """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the
-    first one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the
-    kernel's arguments that the variant reads, and those that functions in Python do. kept: what the variant reads of memory
-    once a tile, `precompute(ctx)`."""
+    """Which tile of scores a variant gets. batch, head: of the queries; a packed sequence counts as a batch. row: the query of
+    the warp's first row. shift: query i is aligned with key i + shift (bottom right). seqlen_q, seqlen_k: of the sequence.
+    params, aux: the kernel's arguments that the variant reads, and the arrays that functions in Python read. precomputed: what
+    the variant reads from memory once a tile, `precompute(ctx)`."""
 
     batch: Any
     head: Any
     row: Any
     shift: Any
-    queries: Any
-    keys: Any
+    seqlen_q: Any
+    seqlen_k: Any
     params: Any
     aux: Any
     precomputed: Any
@@ -125,12 +125,12 @@ class Variant:
     @inlined
     def key_range(self, first, last, ctx):
         """The Keys of rows `first` to `last`."""
-        return KeyRange(0, ctx.keys, 0, ctx.keys)
+        return KeyRange(0, ctx.seqlen_k, 0, ctx.seqlen_k)
 
     @inlined
     def query_range(self, first, last, ctx):
         """The Queries of keys `first` to `last`: what `keys` says, asked from the other side."""
-        return QueryRange(0, ctx.queries, 0, ctx.queries)
+        return QueryRange(0, ctx.seqlen_q, 0, ctx.seqlen_q)
 
     @inlined
     def precompute(self, ctx):
@@ -234,11 +234,11 @@ class Unforeseen(Variant):
 
     @inlined
     def key_range(self, first, last, ctx):
-        return KeyRange(0, ctx.keys, ctx.keys, 0)
+        return KeyRange(0, ctx.seqlen_k, ctx.seqlen_k, 0)
 
     @inlined
     def query_range(self, first, last, ctx):
-        return QueryRange(0, ctx.queries, ctx.queries, 0)
+        return QueryRange(0, ctx.seqlen_q, ctx.seqlen_q, 0)
 
 
 @static

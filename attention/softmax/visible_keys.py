@@ -28,11 +28,11 @@ class Causal(Variant):
 
     @inlined
     def key_range(self, first, last, ctx):
-        return KeyRange(0, min(ctx.keys, last + ctx.shift + 1), 0, min(ctx.keys, first + ctx.shift + 1))
+        return KeyRange(0, min(ctx.seqlen_k, last + ctx.shift + 1), 0, min(ctx.seqlen_k, first + ctx.shift + 1))
 
     @inlined
     def query_range(self, first, last, ctx):
-        return QueryRange(max(0, first - ctx.shift), ctx.queries, max(0, last - ctx.shift), ctx.queries)
+        return QueryRange(max(0, first - ctx.shift), ctx.seqlen_q, max(0, last - ctx.shift), ctx.seqlen_q)
 
     @inlined
     def mask(self, s, ctx, key, hidden):
@@ -53,12 +53,12 @@ class Right(Variant):
     @inlined
     def key_range(self, first, last, ctx):
         edge = ctx.shift + ctx.params.right + 1
-        return KeyRange(0, min(ctx.keys, last + edge), 0, min(ctx.keys, first + edge))
+        return KeyRange(0, min(ctx.seqlen_k, last + edge), 0, min(ctx.seqlen_k, first + edge))
 
     @inlined
     def query_range(self, first, last, ctx):
         edge = ctx.shift + ctx.params.right
-        return QueryRange(max(0, first - edge), ctx.queries, max(0, last - edge), ctx.queries)
+        return QueryRange(max(0, first - edge), ctx.seqlen_q, max(0, last - edge), ctx.seqlen_q)
 
     @inlined
     def mask(self, s, ctx, key, hidden):
@@ -78,12 +78,12 @@ class Left(Variant):
     @inlined
     def key_range(self, first, last, ctx):
         edge = ctx.shift - ctx.params.left
-        return KeyRange(max(0, first + edge), ctx.keys, max(0, last + edge), ctx.keys)
+        return KeyRange(max(0, first + edge), ctx.seqlen_k, max(0, last + edge), ctx.seqlen_k)
 
     @inlined
     def query_range(self, first, last, ctx):
         edge = ctx.shift - ctx.params.left
-        return QueryRange(0, min(ctx.queries, last - edge + 1), 0, min(ctx.queries, first - edge + 1))
+        return QueryRange(0, min(ctx.seqlen_q, last - edge + 1), 0, min(ctx.seqlen_q, first - edge + 1))
 
     @inlined
     def mask(self, s, ctx, key, hidden):

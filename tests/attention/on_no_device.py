@@ -15,7 +15,7 @@ from tiles import program as programs
 from tiles.arrays import ITEMSIZE, Array, Form, contiguous
 from tiles.compiler import Compiled
 from tiles.frameworks import KIND_OF, Kind
-from tiles.program import Recent
+from tiles.plan import Recent
 
 launching = sys.modules["tiles.launch"]
 MEMORY, ROOM = 2**44, 2**42  # where an array may lie: nobody reads it

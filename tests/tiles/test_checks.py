@@ -11,7 +11,8 @@ from tiles import program as programs
 from tiles.arrays import Array
 from tiles.checks import CheckOptions, asked
 from tiles.frameworks import KIND_OF, Kind, describe
-from tiles.program import Plan, Recent, program
+from tiles.plan import Plan, Recent
+from tiles.program import program
 from tiles.schema import Schema
 
 RUNS = []

@@ -185,7 +185,7 @@ class InterpretedStatic:
     `rebind`). To all other code it is equal to the object itself."""
 
     def __init__(self, value, seen):
-        self.__dict__.update(_Static__value=value, _Static__seen=seen)
+        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__seen=seen)
 
     __class__ = property(lambda self: type(self.__value))
 
@@ -209,7 +209,7 @@ class InterpretedStatic:
         setattr(self.__value, name, value)  # raises: the object is frozen
 
     def __eq__(self, other):
-        return self.__value == getattr(other, "_Static__value", other)
+        return self.__value == getattr(other, "_InterpretedStatic__value", other)
 
     def __hash__(self):
         return hash(self.__value)

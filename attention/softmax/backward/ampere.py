@@ -37,12 +37,12 @@ from .dq_parts import PANEL, WARP_ROWS, DirectParts, WarpParts
 
 @dataclass(frozen=True)
 class Config(BackwardConfig):
-    """The kernel's configuration. warp_keys: keys of a warp. step: queries whose scores a warp has at once. split: do two warps
+    """The kernel's configuration. keys_per_warp: keys of a warp. step: queries whose scores a warp has at once. split: do two warps
     have the same keys, one for P and dV, one for dS and dK? resident: thread blocks that a multiprocessor is to hold.
     elements_per_add: how many adjacent elements of dQ a lane adds at once. piece: the bytes that addresses and strides are
     multiples of. single_block: does a thread block have all keys, and each query see one?"""
 
-    warp_keys: int
+    keys_per_warp: int
     step: int
     split: bool
     resident: int
@@ -67,7 +67,7 @@ class Config(BackwardConfig):
     @property
     def warps(self) -> int:
         """The number of warps of a thread block."""
-        return self.kv // self.warp_keys * (2 if self.split else 1)
+        return self.kv // self.keys_per_warp * (2 if self.split else 1)
 
     @property
     def threads(self) -> int:
@@ -77,7 +77,7 @@ class Config(BackwardConfig):
     @property
     def slope_warps(self) -> int:
         """The number of warps of a thread block that each store a row of sums for the gradient of slopes."""
-        return self.kv // self.warp_keys
+        return self.kv // self.keys_per_warp
 
     @property
     def parts(self) -> WarpParts:
@@ -89,7 +89,7 @@ class Config(BackwardConfig):
         return super().__str__() + " single block" * self.single_block + f", by {self.piece} bytes" * (self.piece != 16)
 
 
-Shape = tuple[int, int, int, int, bool, int]  # kv, queries, warp_keys, step, split, resident
+Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, split, resident
 SHAPES: dict[int, Shape] = {  # by padded head_dim
     64: (64, 64, 16, 64, False, 2),
     128: (64, 64, 16, 64, True, 1),
@@ -154,13 +154,23 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, WARP_KEYS, STEP, WARPS, PIECE = config.kv, config.rows, config.warp_keys, config.step, config.warps, config.piece
+    KV, ROWS, WARP_KEYS, STEP, WARPS, PIECE = (
+        config.kv,
+        config.rows,
+        config.keys_per_warp,
+        config.step,
+        config.warps,
+        config.piece,
+    )
     PARAMS, AUX, INPUT, SPLIT, NONLINEAR = config.params, config.aux, config.dtype, config.split, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, slope_gradient, result, OUT = config.order, config.slope_gradient, config.result, config.result.dtype
     PANELS, KEY_TILES, STEPS, BANDS = config.head_dim // PANEL, KV // WARP_KEYS, ROWS // STEP, ROWS // WARP_ROWS
     GROUPS = WARPS // WARPGROUP
-    PARTS_PER_WARP, DQ_ARRAY = parts.count // WARPS, parts.accum_array  # parts of dQ of a warp; the type of the array they go to
+    PARTS_PER_WARP, DQ_ARRAY = (
+        parts.count // WARPS,
+        parts.accum_array,
+    )  # parts of dQ of a warp; the type of the array they go to
     DK, DV, PART = rt(WARP_KEYS, config.head_dim, fp32), rt(WARP_KEYS, config.value_dim, fp32), rt(WARP_ROWS, PANEL, fp32)
     SCORES, S, P = rt(WARP_KEYS, STEP, fp32), rt(STEP, WARP_KEYS, fp32, "col"), rt(STEP, WARP_KEYS, INPUT, "col")
     smem = shared(
@@ -257,20 +267,20 @@ def make(config: Config):
         if not sequences.has_keys(key, batch, params):
             return
         if not sequences.apart:  # rows after the ends belong to another sequence
-            gK, gV = truncate(gK, 1, seq.key + seq.keys), truncate(gV, 1, seq.key + seq.keys)
+            gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if sequences.packed:
-            end, end_k = seq.query + seq.queries, sequences.last_key(batch, params)
+            end, end_k = seq.offset_q + seq.seqlen_q, sequences.last_key(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         n_keys, warp_key = warp % KEY_TILES, int32(key + WARP_KEYS * (warp % KEY_TILES))
         ctx = ScoreContext(
-            batch, group * head_group, int32(0), int32(seq.keys - seq.queries), seq.queries, seq.keys, params, aux, 0
+            batch, group * head_group, int32(0), int32(seq.seqlen_k - seq.seqlen_q), seq.seqlen_q, seq.seqlen_k, params, aux, 0
         )
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
-        first = int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
+        first = int32(seq.offset_q + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
         tiles, tiles_before = int32(group * q_tiles.n), sequences.first_tile(batch, params)
         kv_head, _ = divmod(dkv_head, partials)
-        k.fill(0, gK, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (seq.batch, seq.key + key, kv_head, 0), 1, 3, 1, PIECE)
+        k.fill(0, gK, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
+        v.fill(0, gV, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
         q.fill(0, gQ, (seq.batch, first, group * head_group, 0), 1, 3, tiles, PIECE)
         do.fill(0, gDO, (seq.batch, first, group * head_group, 0), 1, 3, tiles, PIECE)
         k_tile = k.wait(0, 3)
@@ -294,7 +304,9 @@ def make(config: Config):
             row = (
                 first
                 if last
-                else int32(seq.query + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, i + 1), key, ctx, group))
+                else int32(
+                    seq.offset_q + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, i + 1), key, ctx, group)
+                )
             )
             next_rows = seq.batch, row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, next_rows, 1, 3, tiles, PIECE)
@@ -315,7 +327,7 @@ def make(config: Config):
                     slope_gradient.store(dslope, params, tile_ctx, int32(KEY_TILES * slope_row + n_keys))
                 dslope = slope_gradient.init(SCORES)
             head, dq_head, i = int32(head + last), int32(dq_head + last), int32(0) if last else int32(i + 1)
-        row = seq.key + warp_key
+        row = seq.offset_k + warp_key
         if not SPLIT:
             result.store(gDK, dkdv[0] * unit, (seq.batch, row, dkv_head, 0), PIECE)
             result.store(gDV, variant.output(dkdv[1], ctx), (seq.batch, row, dkv_head, 0), PIECE)

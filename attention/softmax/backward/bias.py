@@ -69,7 +69,7 @@ def make(config: Config):
             batch, head = divmod(pair, heads)
             batch, head, tile = int32(bias_batch + batch), int32(bias_head + head), int32(bias_tile + tile)
             seq = sequences.sequence(batch, params)
-            ctx = ScoreContext(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             if scores.may_see(tile, number, ctx):
                 arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
                 w, _, _, _ = scores.weighted_ds(n, tile, number, ctx, seq, group, buffers, arrays, gLseDelta, scale)

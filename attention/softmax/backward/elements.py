@@ -77,7 +77,7 @@ def make(config: recomputed_scores.Config):
             pair, tile = divmod(rest, tiles)
             tile, batch, head = sequences.find(tile, pair, heads, params)
             seq = sequences.sequence(batch, params)
-            ctx = ScoreContext(batch, head, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+            ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
                 if sequences.has(tile, batch, params):

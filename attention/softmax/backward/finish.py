@@ -79,9 +79,9 @@ def make(config: Config):
                     parts.finish(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
         if sequences.has(block, batch, params):
             seq = sequences.sequence(batch, params)
-            row = int32(seq.query + QUERIES * block)
+            row = int32(seq.offset_q + QUERIES * block)
             if sequences.packed:
-                gDQ = truncate(gDQ, 1, seq.query + seq.queries)
+                gDQ = truncate(gDQ, 1, seq.offset_q + seq.seqlen_q)
             for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                 x = parts.load(gDQAccum, pair, tile, int32(n)) * unit
                 parts.finish(gDQ, x, seq.batch, row, head, int32(n), result)

@@ -118,7 +118,7 @@ def make(config: Config):
         """(the scores of the next query tile, whose first query is `next_row`; dK, dV and the gradient of the slope) after
         query tile j, whose scores are s."""
         k, q, do, ds_ring, dq_ring, lse_delta, bias = rings
-        dp = warpgroup.mm_ABt(v_rows, clear_tail(do.wait(j), ctx.queries - ctx.row))
+        dp = warpgroup.mm_ABt(v_rows, clear_tail(do.wait(j), ctx.seqlen_q - ctx.row))
         ctx = brought.by_keys(bias, j, ctx, wg // PER_KEY)
         vectors = lse_delta.wait(j)
         lse = load(subtile(vectors, ROWS, 0), S.col_vec)
@@ -157,7 +157,7 @@ def make(config: Config):
             do.release(j)
             ds_tile = ds_ring.wait(j)
         part = parts.start_dq(LAST + wg, ds_tile, k.wait(0))
-        s = warpgroup.mm_ABt(k_rows, clear_tail(q.wait(j + 1), ctx.queries - next_row))
+        s = warpgroup.mm_ABt(k_rows, clear_tail(q.wait(j + 1), ctx.seqlen_q - next_row))
         part = warpgroup.wait(part, newer=1)
         ds_ring.release(j)
         dk = warpgroup.wait(dk, newer=1)
@@ -193,7 +193,9 @@ def make(config: Config):
                 result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % PER_KEY)))
         if not sequences.has_keys(key, batch, params):
             return
-        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        ctx = ScoreContext(
+            batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles_before = sequences.first_tile(batch, params)
         if wg == CONSUMERS:
@@ -208,15 +210,15 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             k_rows, v_rows = k.wait(0), v.wait(0)
-            sequences.clear(k_rows, seq.keys - key, CONSUMERS)
-            sequences.clear(v_rows, seq.keys - key, CONSUMERS)
+            sequences.clear(k_rows, seq.seqlen_k - key, CONSUMERS)
+            sequences.clear(v_rows, seq.seqlen_k - key, CONSUMERS)
             q_tiles.clear(k_rows, CONSUMERS)
             q_tiles.clear(v_rows, CONSUMERS)
             k_rows, v_rows = subtile(k_rows, EACH, wg // PER_KEY), subtile(v_rows, EACH, wg // PER_KEY)
             warp_key = int32(key + EACH * (wg // PER_KEY) + S.cols * warpgroup.rank())
             rings = k, q, do, ds_ring, dq_ring, lse_delta, bias
             q_tile = clear_tail(
-                q.wait(0), seq.queries - ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group)
+                q.wait(0), seq.seqlen_q - ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group)
             )
             s, dk, dv = turned(warpgroup.wait(warpgroup.mm_ABt(k_rows, q_tile))), zeros(DK), zeros(DV)
             j = int32(0)
@@ -238,7 +240,7 @@ def make(config: Config):
                 slope_gradient.store(dslope, params, base_ctx, int32(warp_row))
             if j > 0:
                 dq_ring.publish(PARTS * (j - 1) + LAST + wg)
-            row = seq.key + key + EACH * (wg // PER_KEY)
+            row = seq.offset_k + key + EACH * (wg // PER_KEY)
             if sequences.packed:
                 end = sequences.last_key(batch, params)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)

@@ -18,7 +18,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 from ..base_config import BaseConfig
 from ..scores import BiasedByTile
 from ..sequences import Batched
-from ..tiling import clear_ahead, clear_behind
+from ..tiling import zero_first_keys, zero_last_keys
 from ..variants import Both, ScoreContext
 from ..visible_keys import CAUSAL
 from .base_config import BackwardConfig
@@ -94,7 +94,7 @@ def make(config: Config):
         rest, tile = divmod(rest, bias_tiles)
         batch, head = divmod(rest, bias_heads)
         seq, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
-        ctx = ScoreContext(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
         keys = variant.key_range(row, row + ROWS - 1, ctx)
         masked = key < keys.inner_first or key + COLS > keys.inner_end
         return ctx, key, keys.first < key + COLS and key < keys.end, masked
@@ -105,8 +105,8 @@ def make(config: Config):
         q, k, v, do = rings
         s = warpgroup.mm_ABt(subtile(q.wait(n), EACH, wg), k.wait(n))
         values = v.wait(n)
-        clear_ahead(values, tiling.unseen_ahead(key, ctx), CONSUMERS)
-        clear_behind(values, tiling.unseen_behind(key + COLS, ctx), CONSUMERS)
+        zero_first_keys(values, tiling.unseen_ahead(key, ctx), CONSUMERS)
+        zero_last_keys(values, tiling.unseen_behind(key + COLS, ctx), CONSUMERS)
         dp = warpgroup.mm_ABt(subtile(do.wait(n), EACH, wg), values)
         index = int32(2 * MAIN_ROWS * (ctx.row // MAIN_ROWS) + ctx.row % MAIN_ROWS)
         lse = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, index))

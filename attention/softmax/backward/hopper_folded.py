@@ -140,7 +140,9 @@ def make(config: Config):
         batch, dkv_head = divmod(pair, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        ctx = ScoreContext(
+            batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
@@ -190,7 +192,7 @@ def make(config: Config):
                 for j in range(max(0, last - 1), tiles):
                     store_dq(j, warpgroup.wait(parts.start_dq(wg, ds_ring.wait(j), k.wait(0))), rings, wg)
                     dq_ring.publish(PARTS * j + wg)
-            row = seq.key + key + EACH * wg
+            row = seq.offset_k + key + EACH * wg
             warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, dkv_head, 0), 1, 3, True)
             warpgroup.store(gDV, INPUT(dv), (seq.batch, row, dkv_head, 0), 1, 3, True)
 

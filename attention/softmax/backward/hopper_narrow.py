@@ -170,9 +170,11 @@ def make(config: Config):
         batch, dkv_head = divmod(pair, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        ctx = ScoreContext(
+            batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
-        tiles, row = int32(group * q_tiles.n), seq.key + key
+        tiles, row = int32(group * q_tiles.n), seq.offset_k + key
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             if warpgroup.rank() == LOAD_WARP:

@@ -88,14 +88,14 @@ def make_load(config: Config, ahead: bool = False):
         gK, gV, gQ, gDO, gLseDelta = arrays
         k, v, q, do, lse_delta, bias = rings
         tiles, head, place = int32(group * q_tiles.n), int32(ctx.head), order.first_visited(q_tiles)
-        at_keys = seq.batch, sequences.begins(seq.key, block, KV), kv_head
+        at_keys = seq.batch, sequences.begins(seq.offset_k, block, KV), kv_head
         if AHEAD or tiles > 0:
             k.fill(0, gK, at_keys)
         if AHEAD:
             v.fill(0, gV, at_keys)
         for j in range(tiles):
             tile = tiling.tile_at(q_tiles, place, key, ctx, group)
-            begins = sequences.begins(seq.query, tile, ROWS)
+            begins = sequences.begins(seq.offset_q, tile, ROWS)
             q.fill(j, gQ, (seq.batch, begins, head))
             brought.fill(bias, j, ctx.params, (ctx.batch, head, int32(ROWS * tile), block))
             if j == 0 and not AHEAD:

@@ -134,7 +134,9 @@ def make(config: Config):
         batch, dkv_head = divmod(pair, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
-        ctx = ScoreContext(batch, group * head_group, int32(0), seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        ctx = ScoreContext(
+            batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+        )
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         tiles = int32(group * q_tiles.n)
         if wg == CONSUMERS:
@@ -151,7 +153,7 @@ def make(config: Config):
                 head, tile = order.next_tile(q_tiles, head, tile)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            warp_key, row = int32(key + S.cols * warpgroup.rank()), seq.key + key
+            warp_key, row = int32(key + S.cols * warpgroup.rank()), seq.offset_k + key
             if wg == P_DV:
                 dv = zeros(DV)
                 if tiles > 0:

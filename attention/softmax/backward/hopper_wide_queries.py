@@ -15,7 +15,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..base_config import BaseConfig
-from ..tiling import clear_ahead, clear_behind
+from ..tiling import zero_first_keys, zero_last_keys
 from ..variants import ScoreContext, Variant
 from ..visible_keys import CAUSAL, FULL
 from .hopper_wide import padded_dims
@@ -116,7 +116,7 @@ def make(config: Config):
         batch, head = divmod(pair, heads)
         kv_head, _ = divmod(head, group)
         seq, row = sequences.sequence(batch, params), int32(ROWS * block)
-        ctx = ScoreContext(batch, head, row, seq.keys - seq.queries, seq.queries, seq.keys, params, aux, 0)
+        ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
         kv_blocks = tiling.key_blocks(row, ctx)
         if wg == CONSUMERS:
             warpgroup.release_registers(PRODUCER_REGISTERS)
@@ -138,15 +138,15 @@ def make(config: Config):
             delta = load(gLseDelta, S.col_vec, (batch, head, int32(wg_row + warp_row + EACH)))
             s, dq = warpgroup.wait(warpgroup.mm_ABt(rows_of(q.wait(0)), k.wait(0))), zeros(DQ)
             for j in range(kv_blocks.n):
-                masked, key = j < kv_blocks.cut, tiling.key(kv_blocks, j, ctx)
-                ahead = kv_blocks.ahead if j == kv_blocks.cut - 1 else int32(0)
-                behind = kv_blocks.behind if j == 0 else int32(0)
+                masked, key = j < kv_blocks.masked, tiling.key(kv_blocks, j, ctx)
+                ahead = kv_blocks.unseen_ahead if j == kv_blocks.masked - 1 else int32(0)
+                behind = kv_blocks.unseen_behind if j == 0 else int32(0)
                 if ahead > 0 or behind > 0:
                     warpgroup.sync_several(CONSUMERS)  # both have computed their scores of these keys
-                    clear_ahead(k.wait(j), ahead, CONSUMERS)
-                    clear_behind(k.wait(j), behind, CONSUMERS)
-                    clear_ahead(v.wait(j), ahead, CONSUMERS)
-                    clear_behind(v.wait(j), behind, CONSUMERS)
+                    zero_first_keys(k.wait(j), ahead, CONSUMERS)
+                    zero_last_keys(k.wait(j), behind, CONSUMERS)
+                    zero_first_keys(v.wait(j), ahead, CONSUMERS)
+                    zero_last_keys(v.wait(j), behind, CONSUMERS)
                 s, dq = step(j, s, dq, masked, (q, do, k, v), warp_ctx, key, lse, delta, scale)
             warpgroup.store(gDQ, INPUT(dq * unit), (seq.batch, wg_row, head, 0), 1, 3, True)
 

@@ -10,7 +10,7 @@ from tiles import fp32
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, nothing
+from tiles.plan import Fill, Plan, nothing
 from tiles.schema import Problem
 
 from ..assembled import VariantSpec

@@ -26,7 +26,8 @@ from tiles.arguments import INT, array, record
 from tiles.arrays import ALIGNMENT, Operand
 from tiles.launch import kernel_for
 from tiles.layout import LANES
-from tiles.program import Fill, Plan, Program, nothing, program
+from tiles.plan import Fill, Plan, nothing
+from tiles.program import Program, program
 from tiles.schema import Problem, Schema
 
 from ...options import split_norm

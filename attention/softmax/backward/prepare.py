@@ -127,17 +127,17 @@ def make(config: Config):
         seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + WARP_ROWS * warp), int32(2 * ROWS * tile + WARP_ROWS * warp)
         if sequences.packed:
-            gO, gDO = truncate(gO, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
-        lse = load(gLse, PART.col_vec, (seq.batch, head, seq.query + row)) * LOG2_E
+            gO, gDO = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
+        lse = load(gLse, PART.col_vec, (seq.batch, head, seq.offset_q + row)) * LOG2_E
         delta = lane_sum(zeros(PART))
         for col in range(0, COLUMNS, PART.cols):
-            at = seq.batch, seq.query + row, head, col
+            at = seq.batch, seq.offset_q + row, head, col
             delta = delta + lane_sum(load_unordered(gO, PART, at, 1, 3, ALIGNED) * load_unordered(gDO, PART, at, 1, 3, ALIGNED))
         delta = finish_sum(delta)
         lse = where(lse <= -MASKED_LSE, MASKED_LSE, lse)  # not where it is NaN
-        lse = where(row_index(PART.col_vec) + row < seq.queries, lse, MASKED_LSE)
+        lse = where(row_index(PART.col_vec) + row < seq.seqlen_q, lse, MASKED_LSE)
         if HAS_DLSE:
-            delta = subtract_dlse(delta, lse < MASKED_LSE, PART.col_vec, (seq.batch, head, seq.query + row), params)
+            delta = subtract_dlse(delta, lse < MASKED_LSE, PART.col_vec, (seq.batch, head, seq.offset_q + row), params)
         store(gLseDelta, delta, (seq.batch, head, int32(to + ROWS)))
         store(gLseDelta, lse, (seq.batch, head, to))
         if warp == 0:

@@ -163,7 +163,7 @@ class ScoreRecomputation:
         kv_blocks = self.tiling.key_blocks(self.rows * tile, ctx)
         in_range = kv_blocks.first <= block < kv_blocks.first + kv_blocks.n
         if self.sequences.packed:
-            return in_range and self.rows * tile < ctx.queries
+            return in_range and self.rows * tile < ctx.seqlen_q
         elif self.surveyed_keys is None:
             return in_range
         else:
@@ -177,15 +177,15 @@ class ScoreRecomputation:
         q, k, v, do = buffers
         gQ, gK, gV, gDO = arrays
         if not self.sequences.apart:  # rows after the ends belong to another sequence
-            gK, gV = truncate(gK, 1, seq.key + seq.keys), truncate(gV, 1, seq.key + seq.keys)
+            gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if self.sequences.packed:
-            gQ, gDO = truncate(gQ, 1, seq.query + seq.queries), truncate(gDO, 1, seq.query + seq.queries)
+            gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (seq.batch, seq.query + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (seq.batch, seq.query + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (seq.batch, seq.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (seq.batch, seq.key + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
+        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
         row = int32(first + WARP_ROWS * warp)
         here = ctx._replace(row=row)
         ctx = here._replace(precomputed=variant.precompute(here))

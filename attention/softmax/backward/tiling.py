@@ -8,27 +8,27 @@ from numpy import int32
 from ops import divmod, rasterize, right_fill
 from tiles import inlined, static
 
-from ..tiling import Tiling, clear_ahead, clear_behind
+from ..tiling import Tiling, zero_first_keys, zero_last_keys
 
 
 class QueryTiles(NamedTuple):
     """The query tiles that see a key block: n of them, from tile `first` on. Those from number inner_first to before inner_end,
-    counted from `first`, need no mask. ahead, behind: how many of the block's first keys, and of its last ones, no query sees.
+    counted from `first`, need no mask. unseen_ahead, unseen_behind: how many of the block's first keys, and of its last ones, no query sees.
     Such keys must not be multiplied: see softmax/tiling.py."""
 
     first: Any
     n: Any
     inner_first: Any
     inner_end: Any
-    ahead: Any
-    behind: Any
+    unseen_ahead: Any
+    unseen_behind: Any
 
     @inlined
     def clear(self, tile, groups):
         """Zero the keys that no query sees in a shared tile of the key block. The first `groups` warpgroups of the thread block
         call this together."""
-        clear_ahead(tile, self.ahead, groups)
-        clear_behind(tile, self.behind, groups)
+        zero_first_keys(tile, self.unseen_ahead, groups)
+        zero_last_keys(tile, self.unseen_behind, groups)
 
 
 @static
@@ -50,12 +50,12 @@ class QueryTiling(Tiling):
         """The QueryTiles of the block of keys from `key` on. `group` query heads share a key head."""
         queries = self.variant.query_range(key, key + self.kv - 1, ctx)
         first = queries.first // self.rows
-        n = max(0, (min(queries.end, ctx.queries) + self.rows - 1) // self.rows - first)
+        n = max(0, (min(queries.end, ctx.seqlen_q) + self.rows - 1) // self.rows - first)
         inner_first = max(0, (queries.inner_first + self.rows - 1) // self.rows - first)
-        inner_end = n if queries.inner_end >= ctx.queries else queries.inner_end // self.rows - first
-        if not self.variant.ends_at_last_key and key + self.kv > ctx.keys:  # keys after the last one must be masked, too
+        inner_end = n if queries.inner_end >= ctx.seqlen_q else queries.inner_end // self.rows - first
+        if not self.variant.ends_at_last_key and key + self.kv > ctx.seqlen_k:  # keys after the last one must be masked, too
             inner_first = n
-        if not self.always_visible and key >= ctx.keys:
+        if not self.always_visible and key >= ctx.seqlen_k:
             n = 0
         return QueryTiles(
             int32(first),
@@ -108,7 +108,7 @@ class QueryTiling(Tiling):
     def mask(self, s, ctx, key):
         """Scores s of keys from `key` on, with -inf for those that must not be seen."""
         if not self.variant.ends_at_last_key:
-            s = right_fill(s, ctx.keys - key, -math.inf)
+            s = right_fill(s, ctx.seqlen_k - key, -math.inf)
         return self.variant.mask(s, ctx, key, -math.inf)
 
 

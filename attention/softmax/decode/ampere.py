@@ -379,9 +379,9 @@ def make(config: Config):
             )
             ctx = ctx._replace(precomputed=variant.precompute(ctx))
             k_unit, v_unit = product.units(sequence, head, params)
-            (queries, known), seen, o_unit = (
+            (queries, known), state, o_unit = (
                 taken(q, ctx, head, asked, scratch),
-                softmax.begin(variant.max_floor),
+                softmax.init(variant.max_floor),
                 product.unit(),
             )
             for i in range(n):
@@ -398,20 +398,20 @@ def make(config: Config):
                 here, there = following(there, k, gK, sequence, int32(later + KV), sees.end, params)
                 numbers = product.look(pipes, cache, sequence, int32(later + KV), sees.end, params)
                 s = reach.mask(variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf), ctx, key, sees.end)
-                seen = seen.moved(s, None, scale, slack)
+                state = state.update_max(s, None, scale, slack)
                 of_values = product.of_values(v_unit, pipes, i, NEWER + GROUPS // 2, S.row_vec)
-                o, o_unit = product.rescaled(seen, o_unit, of_values)
-                p = seen.weights(s, None, scale, DEEP)
-                seen = seen._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
+                o, o_unit = product.rescaled(state, o_unit, of_values)
+                p = state.weights(s, None, scale, DEEP)
+                state = state._replace(o=product.weigh(o, p, values, o_unit, of_values)).add(p)
 
-            m = block.reduce_max(seen.m, scratch)
+            m = block.reduce_max(state.m, scratch)
             if result.is_final(out_tile):
                 m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
-            weight = exp2((seen.m - m) * scale)
-            l = block.reduce_sum(finish_sum(seen.l) * weight, scratch)
+            weight = exp2((state.m - m) * scale)
+            l = block.reduce_sum(finish_sum(state.l) * weight, scratch)
             if result.is_final(out_tile):
                 l = sums.finish_row_sum(l, m, scale, ctx)
-            o = seen.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
+            o = state.o * product.weight(weight, o_unit)  # the warps have met, so the values are no longer read
             add_up(columns(o, COLUMNS, 0), l, v_unit, 0, v, out_tile, params)
             if PARTS > 1:
                 block.sync()

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.program import Fill, Plan, program
+from tiles.plan import Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 

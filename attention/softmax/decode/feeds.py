@@ -39,11 +39,11 @@ class ByTma:
     def bring(self, k, v, j, n, gK, gV, sequence, first, head, end, params):
         """Bring `n` tiles of keys and of values to both rings, from the rings' tile j on: the sequence's rows from `first` on.
         Rows beyond `end` may hold anything. The producer's warps call it."""
-        own = Sequence(sequence, int32(0), int32(0), int32(0), end)
+        seq = Sequence(sequence, int32(0), int32(0), int32(0), end)
         for i in range(n):
             key = int32(first + self.kv * i)
-            self.held.fill(k, int32(j + i), gK, own, sequence, key, head, params)
-            self.held.fill(v, int32(j + i), gV, own, sequence, key, head, params)
+            self.held.fill(k, int32(j + i), gK, seq, sequence, key, head, params)
+            self.held.fill(v, int32(j + i), gV, seq, sequence, key, head, params)
 
     @inlined
     def end(self, k, v, j):

@@ -163,40 +163,40 @@ def make(config: Config):
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
-    def absorbed(seen, j, key, inner, pipes, ctx, scale, slack):
+    def absorbed(state, j, key, inner, pipes, ctx, scale, slack):
         """`seen` with tile j of keys, from `key` on. Rows see all keys before `inner`, so no mask is needed there."""
         s = warpgroup.wait(warpgroup.mm_ABt(pipes.q, pipes.k.wait(j)))
         pipes.k.release(j)
         s = variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf)
         if LEFT or key + KV > inner:
-            s = reach.mask(s, ctx, key, ctx.keys)
-        seen = seen.moved(s, None, scale, slack)
-        p = seen.weights(s, None, scale, DEEP)
-        seen, values = seen.add(p), pipes.v.wait(j)
-        if not GATHERS and key + KV > ctx.keys:  # a weight of 0 does not make up for a NaN
-            warpgroup.zero_rows(values, int32(ctx.keys - key))
-        o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), INPUT(p), values))
+            s = reach.mask(s, ctx, key, ctx.seqlen_k)
+        state = state.update_max(s, None, scale, slack)
+        p = state.weights(s, None, scale, DEEP)
+        state, values = state.add(p), pipes.v.wait(j)
+        if not GATHERS and key + KV > ctx.seqlen_k:  # a weight of 0 does not make up for a NaN
+            warpgroup.zero_rows(values, int32(ctx.seqlen_k - key))
+        o = warpgroup.wait(warpgroup.mma_AB(state.rescale(), INPUT(p), values))
         pipes.v.release(j)
-        return seen._replace(o=o)
+        return state._replace(o=o)
 
     @inlined
-    def finish(seen, pipes, me, ctx, scale, out_tile, params):
+    def finish(state, pipes, me, ctx, scale, out_tile, params):
         """Merge what both consumers have seen, and store it."""
-        own = finish_sum(seen.l)
-        warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
+        own = finish_sum(state.l)
+        warpgroup.store(subtile(pipes.tops, BAND, me), state.m)
         warpgroup.store(subtile(pipes.sums, BAND, me), own)
-        given_away = columns(seen.o, HALF, 1) if me == 0 else columns(seen.o, HALF, 0)
+        given_away = columns(state.o, HALF, 1) if me == 0 else columns(state.o, HALF, 0)
         warpgroup.store(subtile(pipes.other, BAND, me), given_away)
         warpgroup.sync_several(CONSUMERS)
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
-        m = maximum(seen.m, its_m)
+        m = maximum(state.m, its_m)
         if result.is_final(out_tile):
             m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
-        mine, its = exp2((seen.m - m) * scale), exp2((its_m - m) * scale)
+        mine, its = exp2((state.m - m) * scale), exp2((its_m - m) * scale)
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
         if result.is_final(out_tile):
             l = sums.finish_row_sum(l, m, scale, ctx)
-        kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
+        kept = columns(state.o, HALF, 0) if me == 0 else columns(state.o, HALF, 1)
         o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
         result.store(over_sum(o, l), out_tile, int32(HALF * me), params)
         if me == 0:
@@ -238,12 +238,12 @@ def make(config: Config):
                 ctx = ScoreContext(
                     sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, params, aux, 0
                 )
-                ctx = ctx._replace(kept=variant.precompute(ctx))
+                ctx = ctx._replace(precomputed=variant.precompute(ctx))
                 bring(pipes, gQ, out_tile, me)
-                seen = softmax.begin(variant.max_floor)
+                state = softmax.init(variant.max_floor)
                 for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
-                    seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, ctx, scale, slack)
-                finish(seen, pipes, me, ctx, scale, out_tile, params)
+                    state = absorbed(state, int32(j + i), int32(first + KV * i), inner, pipes, ctx, scale, slack)
+                finish(state, pipes, me, ctx, scale, out_tile, params)
                 work, j = split.next(work, tokens, params), int32(j + n)
 
     return attend, smem

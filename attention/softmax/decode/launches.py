@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Plan, Step
+from tiles.plan import Plan, Step
 from tiles.schema import Problem
 from tiles.targets import has_early_launch, has_fp8, is_hopper
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiles.arrays import Operand
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.schema import Problem
 
 from ...families import choose_family

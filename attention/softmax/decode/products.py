@@ -89,9 +89,9 @@ class Same:
         return mma_ABt(s, queries, keys)
 
     @inlined
-    def rescaled(self, seen, unit, of_values):
+    def rescaled(self, state, unit, of_values):
         """(O as the next keys' P V is added to it, its unit from then on)"""
-        return seen.rescaled(), unit
+        return state.rescale(), unit
 
     @inlined
     def weigh(self, o, p, values, unit, of_values):
@@ -212,10 +212,10 @@ class NarrowByKey(Narrow):
         return load(pipes[1].own(j, newer), like)
 
     @inlined
-    def rescaled(self, seen, unit, of_values):
+    def rescaled(self, state, unit, of_values):
         greatest = max(unit, tile_max(abs(of_values)))
         less = unit / greatest if greatest > unit else float32(1.0)
-        return rescale(seen.o, seen.lag * less), greatest
+        return rescale(state.o, state.o_scale * less), greatest
 
     @inlined
     def weigh(self, o, p, values, unit, of_values):

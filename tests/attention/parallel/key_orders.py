@@ -14,9 +14,9 @@ from planned_launches import PlannedLaunch, form_of
 
 import attention
 from attention.parallel import gather, gather_in_order, pieces, plans, softmax, ulysses, whole
-from attention.parallel.moves import Moving
-from attention.parallel.orders import Span, order_of
-from attention.parallel.peers import Peers, Pending
+from attention.parallel.moves import PendingArrays
+from attention.parallel.orders import Span, find_order
+from attention.parallel.peers import Peers, PendingMessages
 from attention.softmax import sequences
 from attention.softmax.backward.base_config import BackwardConfig
 from attention.softmax.base_config import BaseConfig
@@ -30,7 +30,7 @@ class SilentRank(Peers):
     """A rank whose messages go nowhere."""
 
     def exchange(self, sends, receives):
-        return Pending(())
+        return PendingMessages(())
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def noted(monkeypatch, gpu):
     with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
         for module in plans, whole:
             patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
-        patched.setattr(pieces, "lengths_of", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
+        patched.setattr(pieces, "key_lengths", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
         yield found
 
 
@@ -123,7 +123,7 @@ def results(q, k, v):
 
 def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", back=False):
     """The same of each rank; back: of gradients in order."""
-    order = order_of(order)
+    order = find_order(order)
     queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
     found = []
     for rank in range(world):
@@ -136,7 +136,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
             if "bias" in told and told["bias"].shape[2] > 1:
                 bias = told["bias"]
                 told["bias"] = bias.new_empty((*bias.shape[:2], sum(map(len, queries[rank])), bias.shape[3]))
-            _, plan = plans.planned((peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, told)
+            _, plan = plans.plan_call((peers,), (scheme, order, problem.length, problem.length_k, None, False), *arrays, told)
             its.clear()
             plan.scheme.attend(*arrays, plan.call(*arrays, told))
             if back:
@@ -154,10 +154,10 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
 @contextlib.contextmanager
 def _moved(monkeypatch, places):
     """Arrays that would be on their way are made, and where their rows belong is noted."""
-    real = {module: module.way for module in (gather, gather_in_order, ulysses)}
+    real = {module: module.plan_redistribution for module in (gather, gather_in_order, ulysses)}
     wanted = {}
 
-    def way(of):
+    def plan_redistribution(of):
         def found(rank, sources, targets):
             its = of(rank, sources, targets)
             wanted[id(its)] = targets[rank]
@@ -165,16 +165,16 @@ def _moved(monkeypatch, places):
 
         return found
 
-    def move(peers, *routes):
+    def redistribute(peers, *routes):
         made = [x if its.nothing else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
         for x, (_, its) in zip(made, routes):
             places.note(x, wanted[id(its)].spans)
-        return Moving(made, Pending(()), [])
+        return PendingArrays(made, PendingMessages(()), [])
 
     with monkeypatch.context() as patched:
         for module, of in real.items():
-            patched.setattr(module, "way", way(of))
-            patched.setattr(module, "move", move)
+            patched.setattr(module, "plan_redistribution", plan_redistribution(of))
+            patched.setattr(module, "redistribute", redistribute)
         yield
 
 

@@ -386,7 +386,7 @@ def test_what_keys_are_seen_by(variant):
     from types import SimpleNamespace
 
     for queries, keys in ((9, 9), (5, 12), (12, 5)):
-        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, params=SimpleNamespace(left=2, right=1))
+        at = SimpleNamespace(shift=keys - queries, seqlen_q=queries, seqlen_k=keys, params=SimpleNamespace(left=2, right=1))
         sees = np.zeros((queries, keys), bool)
         for i in range(queries):
             one = variant.key_range(i, i, at)

@@ -91,7 +91,7 @@ def test_tiles_and_blocks_are_the_same_from_both_sides(variant):
 
     for queries, keys in ((300, 300), (100, 270), (270, 100)):
         given = SimpleNamespace(left=40, right=30)
-        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, params=given, head=0)
+        at = SimpleNamespace(shift=keys - queries, seqlen_q=queries, seqlen_k=keys, params=given, head=0)
         tiling, query_tiling = Tiling(64, 32, variant), QueryTiling(64, 32, variant)
         blocks, tiles = range(-(-keys // 32)), range(-(-queries // 64))
         asked = [tiling.key_blocks(64 * tile, at) for tile in tiles]

@@ -93,7 +93,9 @@ def test_who_stores_heads_the_others(module, head_dim, lengths):
     assert sorted(begin) == [(block, pair) for block in range(blocks) for pair in range(3)]
     for block, pair in begin:
         every = tiling.query_tiles(config.kv * block, at, 1)
-        seen = [(order.prior_adds(tiling, block, tile, at, 1), pair, tile) for tile in range(every.first, every.first + every.n)]
+        seen = [
+            (order.prior_adds(tiling, block, tile, at, 1), pair, tile) for tile in range(every.first, every.first + every.n)
+        ]
         assert seen == sorted(seen, key=lambda x: x[0])
         for behind, *place in seen:
             assert behind == (tuple(place) in stored)
@@ -110,7 +112,9 @@ def test_pairs_at_once():
     row = AscendingAdds(1, True)
     assert [choose_raster_group(True, order, 132) for order in (snake, row, heading, plain)] == [44, 22, 22, 22]
     assert [choose_raster_group(True, order, 132, 2048) for order in (snake, row, heading, plain)] == [44, 22, 16, 16]
-    assert [choose_raster_group(False, order, 132, 2048) for order in (row, plain)] == [8, 1] and choose_raster_group(True, snake, 2) == 1
+    assert [choose_raster_group(False, order, 132, 2048) for order in (row, plain)] == [8, 1] and choose_raster_group(
+        True, snake, 2
+    ) == 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -118,10 +118,12 @@ def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
         some = {block for block in range(-(-kv_len // 32)) if seen[:, 32 * block : 32 * block + 32].any()}
         found = tiling.key_blocks(row, place)
         blocks = [tiling.key(found, i, place) // 32 for i in range(found.n)]
-        assert 0 <= found.cut <= found.n == len(set(blocks))
-        assert blocks == sorted(blocks[: found.cut])[::-1] + sorted(blocks[found.cut :])[::-1]
+        assert 0 <= found.masked <= found.n == len(set(blocks))
+        assert blocks == sorted(blocks[: found.masked])[::-1] + sorted(blocks[found.masked :])[::-1]
         assert set(blocks) == some or (not some and len(blocks) == 1)
-        assert all(32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.cut :])
+        assert all(
+            32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.masked :]
+        )
 
 
 @pytest.mark.parametrize("variant", SEEN, ids=str)
@@ -133,7 +135,7 @@ def test_key_blocks_where_edges_of_a_mask_meet_those_of_blocks(variant):
 
 def test_blocks_of_a_mask_in_python_are_all_masked():
     found = Tiling(64, 32, Masked(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
-    assert found.n == found.cut == 10
+    assert found.n == found.masked == 10
 
 
 @pytest.mark.parametrize("tile", range(4))
@@ -174,9 +176,9 @@ def test_blocks_of_keys_at_every_edge(variant):
             blocks, its = tiling.key_blocks(row, here), sees[row : row + rows]
             order = [int(tiling.key(blocks, i, here)) for i in range(blocks.n)]
             assert {int(j) // kv * kv for j in np.flatnonzero(its.any(0))} <= set(order)
-            assert all(key + kv <= keys and its[:, key : key + kv].all() for key in order[max(1, blocks.cut) :])
-            cleared = {order[max(1, blocks.cut) - 1] + n for n in range(min(kv, max(0, blocks.ahead)))}
-            cleared |= {order[0] + kv - 1 - n for n in range(min(kv, max(0, blocks.behind)))}
+            assert all(key + kv <= keys and its[:, key : key + kv].all() for key in order[max(1, blocks.masked) :])
+            cleared = {order[max(1, blocks.masked) - 1] + n for n in range(min(kv, max(0, blocks.unseen_ahead)))}
+            cleared |= {order[0] + kv - 1 - n for n in range(min(kv, max(0, blocks.unseen_behind)))}
             if seen.size:
                 unseen = {j for key in order for j in range(key, min(key + kv, keys)) if not seen[0] <= j <= seen[-1]}
                 assert unseen <= cleared and not cleared & set(seen.tolist())
