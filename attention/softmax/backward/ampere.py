@@ -37,8 +37,8 @@ from .dq_parts import PANEL, WARP_ROWS, DirectParts, WarpParts
 
 @dataclass(frozen=True)
 class Config(BackwardConfig):
-    """The kernel's configuration. keys_per_warp: keys of a warp. step: queries whose scores a warp has at once. split: do two warps
-    have the same keys, one for P and dV, one for dS and dK? resident: thread blocks that a multiprocessor is to hold.
+    """The kernel's configuration. keys_per_warp: keys of a warp. step: queries whose scores a warp has at once. split: do two
+    warps have the same keys, one for P and dV, one for dS and dK? resident: thread blocks that a multiprocessor is to hold.
     elements_per_add: how many adjacent elements of dQ a lane adds at once. piece: the bytes that addresses and strides are
     multiples of. single_block: does a thread block have all keys, and each query see one?"""
 

@@ -1,7 +1,7 @@
-"""The parts of the product dQ = dS K of a query tile: computed one after the other, or one by each consumer, and summed over key
-blocks in global memory. One class for each way of dividing it, with the same methods. The sums are float32, in the order of the
-registers of a tensor core's product (ops/memory/held.py): an array (batch and head, row, column), in which each query tile has
-the rows of all its parts."""
+"""The parts of the product dQ = dS K of a query tile: computed one after the other, or one by each consumer, and summed over
+key blocks in global memory. One class for each way of dividing it, with the same methods. The sums are float32, in the order of
+the registers of a tensor core's product (ops/memory/held.py): an array (batch and head, row, column), in which each query tile
+has the rows of all its parts."""
 
 from typing import Any
 
@@ -100,8 +100,8 @@ class ColumnParts(RowParts):
 
 @static
 class WarpParts(RowParts):
-    """Each part has 16 rows and 64 columns of dQ, and a warp adds it without TMA. piece: the bytes that the address and strides of
-    dQ are multiples of. elements_per_add: how many adjacent elements a lane adds at once."""
+    """Each part has 16 rows and 64 columns of dQ, and a warp adds it without TMA. piece: the bytes that the address and strides
+    of dQ are multiples of. elements_per_add: how many adjacent elements a lane adds at once."""
 
     piece: int
     elements_per_add: int
@@ -153,8 +153,8 @@ class WarpParts(RowParts):
 
 @static
 class DirectParts(WarpParts):
-    """WarpParts where a thread block has all keys: its parts are all of dQ, and are stored in dQ itself, times `unit`. result: see
-    results.py."""
+    """WarpParts where a thread block has all keys: its parts are all of dQ, and are stored in dQ itself, times `unit`. result:
+    see results.py."""
 
     result: Any
 

@@ -59,8 +59,8 @@ def make(config: recomputed_scores.Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def element_gradients(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
-        gPartials: array(2), params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT, group: INT,
-        scale: FLOAT,
+        gPartials: array(2), params: PARAMS, aux: AUX, first: INT, batches: INT, heads: INT, tiles: INT, blocks: INT,
+        group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Sum the contributions of this thread block's score tiles (number blockIdx and every gridDim-th after that) in its
         warps' rows of gPartials, from row `first` on. A head has `tiles` query tiles (of all sequences, if they are packed),

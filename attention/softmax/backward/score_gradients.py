@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tiles.program import Fill
+from tiles.plan import Fill
 from tiles.schema import REAL, Problem
 
 from ..assembled import VariantSpec

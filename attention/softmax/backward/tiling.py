@@ -13,8 +13,8 @@ from ..tiling import Tiling, zero_first_keys, zero_last_keys
 
 class QueryTiles(NamedTuple):
     """The query tiles that see a key block: n of them, from tile `first` on. Those from number inner_first to before inner_end,
-    counted from `first`, need no mask. unseen_ahead, unseen_behind: how many of the block's first keys, and of its last ones, no query sees.
-    Such keys must not be multiplied: see softmax/tiling.py."""
+    counted from `first`, need no mask. unseen_ahead, unseen_behind: how many of the block's first keys, and of its last ones,
+    no query sees. Such keys must not be multiplied: see softmax/tiling.py."""
 
     first: Any
     n: Any
