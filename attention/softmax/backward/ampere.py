@@ -243,7 +243,7 @@ def make(config: Config):
     step = two_warp_step if SPLIT else one_warp_step
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
-    def backward(
+    def compute_dq_dk_dv(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
         gDQAccum: DQ_ARRAY, gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT,
         pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
@@ -336,4 +336,4 @@ def make(config: Config):
         else:
             result.store(gDV, variant.output(dkdv, ctx), (seq.batch, row, dkv_head, 0), PIECE)
 
-    return backward, smem
+    return compute_dq_dk_dv, smem

@@ -166,7 +166,7 @@ def make(config: Config):
         return turned(warpgroup.wait(s)), dk, dv, dslope
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def backward(
+    def compute_dq_dk_dv(
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gLseDelta: tiled(config.lse_delta, 3, None, 2),
         gDQAccum: tiled(parts.part_tile, 3, 1, 2), gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX,
@@ -247,4 +247,4 @@ def make(config: Config):
             result.store_warpgroup(gDK, dk * unit, (seq.batch, row, dkv_head, K_COLS * (wg % PER_KEY)))
             result.store_warpgroup(gDV, variant.output(dv, ctx), (seq.batch, row, dkv_head, V_COLS * (wg % PER_KEY)))
 
-    return backward, smem
+    return compute_dq_dk_dv, smem

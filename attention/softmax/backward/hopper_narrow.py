@@ -156,7 +156,7 @@ def make(config: Config):
     next_tile = hopper_pipeline.make_next_tile(config)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def backward(
+    def compute_dq_dk_dv(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
         gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT,
@@ -212,4 +212,4 @@ def make(config: Config):
                 publish_ds(last, rings)
             warpgroup.store(gDV, INPUT(dv), (seq.batch, row + EACH * wg, dkv_head, 0), 1, 3, True)
 
-    return backward, smem
+    return compute_dq_dk_dv, smem

@@ -120,7 +120,7 @@ def make(config: Config):
         return tile_ctx._replace(precomputed=variant.precompute(tile_ctx)), tiling.needs_mask(q_tiles, i)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def backward_dkdv(
+    def compute_dk_dv(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
         params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT,
@@ -196,4 +196,4 @@ def make(config: Config):
                     q.release(tiles - 1)
                 warpgroup.store(gDK, INPUT(dk * unit), (seq.batch, row, dkv_head, 0), 1, 3, True)
 
-    return backward_dkdv, smem
+    return compute_dk_dv, smem

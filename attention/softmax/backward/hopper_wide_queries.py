@@ -101,7 +101,7 @@ def make(config: Config):
         return warpgroup.wait(s), dq
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def backward_dq(
+    def compute_dq(
         gQ: tiled(config.query), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gDO: tiled(config.dout),
         gLseDelta: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT,
         raster_group: INT, group: INT, scale: FLOAT, unit: FLOAT,
@@ -150,4 +150,4 @@ def make(config: Config):
                 s, dq = step(j, s, dq, masked, (q, do, k, v), warp_ctx, key, lse, delta, scale)
             warpgroup.store(gDQ, INPUT(dq * unit), (seq.batch, wg_row, head, 0), 1, 3, True)
 
-    return backward_dq, smem
+    return compute_dq, smem

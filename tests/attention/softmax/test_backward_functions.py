@@ -78,7 +78,7 @@ def test_tiles_that_see_nothing_are_passed_by(monkeypatch):
     monkeypatch.setattr(module.Before, "launch", launch)
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
     attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: (j <= i) | (j < 3), family="sm_80")
-    assert looked == ["Survey", "Gathering"]
+    assert looked == ["Survey", "BuildQueryLists"]
 
 
 VARIANTS = CAUSAL, Right(), Left(), Both(Right(), Left()), Masked(lambda b, h, i, j: j < i)
