@@ -37,15 +37,15 @@ from .dq_parts import BAND, PANEL, Direct, Held
 @dataclass(frozen=True)
 class Config(BackwardConfig):
     """A kernel's shape: keys that a warp owns; queries whose scores it has at once; do two warps own the same keys? Blocks that
-    a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. piece: the bytes that bases
-    and strides are multiples of. alone: does a block have all keys, and each query see one?"""
+    a multiprocessor is to hold. together: how many of a lane's elements of dQ are added at once. vector_bytes: the bytes that
+    bases and strides are multiples of. alone: does a block have all keys, and each query see one?"""
 
     keys_per_warp: int
     step: int
     apart: bool
     resident: int
     together: int = 1
-    piece: int = 16
+    vector_bytes: int = 16
     alone: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
@@ -80,11 +80,11 @@ class Config(BackwardConfig):
     @property
     def parts(self) -> Held:
         """How dQ is cut."""
-        cut = self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.together
+        cut = self.rows, self.kv, self.head_dim, self.dtype, self.vector_bytes, self.together
         return Direct(*cut, self.result) if self.alone else Held(*cut)
 
     def __str__(self):
-        return super().__str__() + " alone" * self.alone + f", by {self.piece} bytes" * (self.piece != 16)
+        return super().__str__() + " alone" * self.alone + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
 
 Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, apart, resident
@@ -122,7 +122,7 @@ def config_for(
     head_dim: int,
     dtype: dtype,
     variant: Variant,
-    piece: int = 16,
+    vector_bytes: int = 16,
     value_dim: int | None = None,
     room: int = SMALL,
     shape: Shape | None = None,
@@ -133,26 +133,35 @@ def config_for(
     since_hopper = room >= LARGE
     shapes = SHAPES if variant.changes_scores or variant.uses_random else ROOMY if since_hopper else PLAIN
     padded = padded_dim(head_dim, value_dim)
-    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
+    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, vector_bytes, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`."""
-    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        config = config_for(head_dim, of, variant, piece, room=shared_bytes(capability(arch)))
+    forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
+    for (of, vector_bytes), head_dim, variant in itertools.product(
+        forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
+    ):
+        config = config_for(head_dim, of, variant, vector_bytes, room=shared_bytes(capability(arch)))
         yield from (config, replace(config, alone=True))
         if arch == "sm_90a":
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
-                    of_short = config_for(head_dim, of, variant, piece, room=LARGE, shape=shape)
+                    of_short = config_for(head_dim, of, variant, vector_bytes, room=LARGE, shape=shape)
                     yield from (of_short, replace(of_short, alone=True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, OWN, STEP, WARPS, PIECE = config.kv, config.rows, config.keys_per_warp, config.step, config.warps, config.piece
+    KV, ROWS, OWN, STEP, WARPS, VECTOR_BYTES = (
+        config.kv,
+        config.rows,
+        config.keys_per_warp,
+        config.step,
+        config.warps,
+        config.vector_bytes,
+    )
     PARAMS, AUX, INPUT, APART, BENDS = config.params, config.aux, config.dtype, config.apart, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, learns, result, OUT = config.order, config.learns, config.result, config.result.dtype
@@ -217,37 +226,37 @@ def make(config: Config):
         return sum, learnt
 
     @inlined
-    def add(n, keys, ds, gSum, pair, tile, unit):
+    def add(n, keys, ds, gSum, batch_head, tile, unit):
         """Part n of what a block adds to a tile of dQ."""
         (down, right), part = divmod(n, PANELS), zeros(PART)
         for m in range(OWNERS):
             part = mma_AB(part, subtile(ds, BAND, BANDS * m + down), subtile(keys, OWN, m, PANEL, right))
-        parts.add(gSum, part, pair, tile, n, unit)
+        parts.add(gSum, part, batch_head, tile, n, unit)
 
     step = apart if APART else alone
 
     @cuda.jit(launch_bounds=(config.threads, config.resident), fastmath=True)
     def attend(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gSums: array(3), gSum: SUMS,
-        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, band: INT,
         group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
-        what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
-        each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
-        something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `batch_heads` pairs of share and batch, `band` of which are worked on at
+        once, and what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the
+        queries of each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant
+        made something of it, it was `unit` Q K^T."""
         k, v, q, do, ds = smem.open()
-        number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        line = int32(blocks * (pair // heads) + number)  # of what is learnt
-        number, batch, share = sequences.find_keys(number, pair, heads, KV, params)
+        number, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, band)
+        line = int32(blocks * (batch_head // heads) + number)  # of what is learnt
+        number, batch, share = sequences.find_keys(number, batch_head, heads, KV, params)
         subgroup, span = divmod(share, spans)
         seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < OWNERS:
             some, row = sequences.nobodys_keys(key, batch, KV, params)
             if some:
                 at_keys = int32(0), int32(row + OWN * warp), share, 0
-                result.store(gDK, zeros(DK), at_keys, PIECE)
-                result.store(gDV, zeros(DV), at_keys, PIECE)
+                result.store(gDK, zeros(DK), at_keys, VECTOR_BYTES)
+                result.store(gDV, zeros(DV), at_keys, VECTOR_BYTES)
         if not sequences.has_keys(key, batch, params):
             return
         if not sequences.apart:  # what lies behind the ends is another's
@@ -263,17 +272,17 @@ def make(config: Config):
         first = int32(seq.offset_q + ROWS * tiling.tile(every, order.nth(every.n, 0), key, ctx, group))
         tiles, above = int32(group * every.n), sequences.first_tile(batch, params)
         kv_head, _ = divmod(share, shares)
-        k.fill(0, gK, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
-        q.fill(0, gQ, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
-        do.fill(0, gDO, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, PIECE)
+        k.fill(0, gK, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, VECTOR_BYTES)
+        v.fill(0, gV, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, VECTOR_BYTES)
+        q.fill(0, gQ, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, VECTOR_BYTES)
+        do.fill(0, gDO, (seq.batch, first, group * subgroup, 0), 1, 3, tiles, VECTOR_BYTES)
         every_key = k.wait(0, 3)
         every_value = v.wait(0, 2)
         every.clear(every_key, GROUPS)
         every.clear(every_value, GROUPS)
         keys, values = subtile(every_key, OWN, mine), subtile(every_value, OWN, mine)
         sums, learnt = zeros(DK) if APART else (zeros(DK), zeros(DV)), learns.begin(SCORES)
-        head, i, of = int32(group * subgroup), int32(0), int32(group * divmod(pair, spans)[0])
+        head, i, of = int32(group * subgroup), int32(0), int32(group * divmod(batch_head, spans)[0])
         for j in range(tiles):
             nth = order.nth(every.n, i)
             tile = tiling.tile(every, nth, key, ctx, group)
@@ -285,8 +294,8 @@ def make(config: Config):
             last = i + 1 == every.n  # of the head's tiles
             row = first if last else int32(seq.offset_q + ROWS * tiling.tile(every, order.nth(every.n, i + 1), key, ctx, group))
             later = seq.batch, row, int32(head + 1) if last else head, 0
-            q.fill(j + 1, gQ, later, 1, 3, tiles, PIECE)
-            do.fill(j + 1, gDO, later, 1, 3, tiles, PIECE)
+            q.fill(j + 1, gQ, later, 1, 3, tiles, VECTOR_BYTES)
+            do.fill(j + 1, gDO, later, 1, 3, tiles, VECTOR_BYTES)
             behind = order.behind(tiling, number, tile, ctx, group)
             order.take(params, of, to, 0, behind)
             if APART:
@@ -305,11 +314,11 @@ def make(config: Config):
             head, of, i = int32(head + last), int32(of + last), int32(0) if last else int32(i + 1)
         row = seq.offset_k + own_key
         if not APART:
-            result.store(gDK, sums[0] * unit, (seq.batch, row, share, 0), PIECE)
-            result.store(gDV, variant.output(sums[1], ctx), (seq.batch, row, share, 0), PIECE)
+            result.store(gDK, sums[0] * unit, (seq.batch, row, share, 0), VECTOR_BYTES)
+            result.store(gDV, variant.output(sums[1], ctx), (seq.batch, row, share, 0), VECTOR_BYTES)
         elif warp >= OWNERS:
-            result.store(gDK, sums * unit, (seq.batch, row, share, 0), PIECE)
+            result.store(gDK, sums * unit, (seq.batch, row, share, 0), VECTOR_BYTES)
         else:
-            result.store(gDV, variant.output(sums, ctx), (seq.batch, row, share, 0), PIECE)
+            result.store(gDV, variant.output(sums, ctx), (seq.batch, row, share, 0), VECTOR_BYTES)
 
     return attend, smem

@@ -33,7 +33,7 @@ class BackwardConfig(BaseConfig):
     learns: Unasked = field(default=UNASKED, kw_only=True)
     spans: bool = field(default=False, kw_only=True)
     overlaps_previous = False  # whether it begins while the grid before it ends
-    piece = 16  # the bytes that addresses and strides are multiples of
+    vector_bytes = 16  # the bytes that addresses and strides are multiples of
     alone = False  # whether a block has all keys, and writes dQ
 
     @property
@@ -69,7 +69,7 @@ class BackwardConfig(BaseConfig):
     @property
     def tiling(self) -> Facing:
         """Which queries see a block of keys."""
-        return facing(self.by_list, self.ordered, self.spans)(self.rows, self.kv, self.variant, self.lie.apart)
+        return facing(self.by_list, self.ordered, self.spans)(self.rows, self.kv, self.variant, self.seq_layout.apart)
 
     @property
     def of_rows(self) -> sv:

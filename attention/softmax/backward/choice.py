@@ -12,7 +12,7 @@ from ...families import FamilyAndBlock, choose_family, family_name
 from ..assembled import VariantSpec
 from ..launches import DTYPES, in_tiles, sequences_of
 from ..prepared_lists import Listing
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from ..variants import Variant
 from . import ampere, hopper, hopper_folded, hopper_narrow, hopper_wide, slopes
 from .recomputed_scores import Added
@@ -40,10 +40,12 @@ def chosen(
 ) -> Choice:
     """The Choice for an assembled variant: see launches.planned."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
-    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
+    (seq_layout, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
     adds = problem.schema.arguments["dq"].role == "updated"
     tma = choose_family(problem, family) == "sm_90"
-    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or adds or variant.uses_random)
+    plain = (
+        tma and seq_layout is BatchedLayout and not (aux or reads.keys() - {"dbias"} or listing or adds or variant.uses_random)
+    )
     shape = None
     if plain and not reads:
         if hopper_wide.serves(head_dim, variant, value_dim):
@@ -51,14 +53,20 @@ def chosen(
         if not (ordered or family_name(family)):  # in order parts of sequences give the bits of the whole, which may be long
             shape = ampere.short(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
-    by_list = listing is not None and lie is Batched
-    alike = lie is Batched and not by_list and each_sees(variant, q_len, kv_len)
+    by_list = listing is not None and seq_layout is BatchedLayout
+    alike = seq_layout is BatchedLayout and not by_list and each_sees(variant, q_len, kv_len)
     few, block = FEW.get(head_dim, 0) if plain and variant.monotonic else 0, hopper.block_of(head_dim, value_dim)
     in_order: dict[str, Any] = {"ordered": ordered, "stores": tma and alike and (ordered or kv_len <= max(few, block))}
     learns = slopes.UNASKED
-    if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, lie)):
+    if "dalibi" in reads and (not tma or hopper.finds_slopes(head_dim, value_dim, seq_layout)):
         learns = slopes.asked(variant, reads["dalibi"][0])
-    kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "lie": lie, "adds": adds, "learns": learns}
+    kind = {
+        "axes": tuple([len(x.form.shape) for x in aux]),
+        "by_list": by_list,
+        "seq_layout": seq_layout,
+        "adds": adds,
+        "learns": learns,
+    }
     if not tma:
         at_once, room = problem.bytes_at_once(), machine(problem.device).shared_bytes
         config = ampere.config_for(head_dim, dtype, variant, at_once, value_dim, room, shape, **kind, **in_order)

@@ -32,9 +32,9 @@ class Unordered:
         return True
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
+    def place(self, tiling, number, blocks, batch_heads, band):
         """The (block of keys, pair of share and batch) of a thread block: see Facing."""
-        return tiling.place(number, blocks, pairs, band)
+        return tiling.place(number, blocks, batch_heads, band)
 
     @inlined
     def nth(self, n, i):
@@ -61,11 +61,11 @@ class Unordered:
         return tiling.before(block, tile, ctx, group)
 
     @inlined
-    def begin(self, params, pair, tile):
+    def begin(self, params, batch_head, tile):
         """Prepare a tile of queries, before any block adds to it; done by one warp."""
 
     @inlined
-    def take(self, params, pair, tile, line, behind):
+    def take(self, params, batch_head, tile, line, behind):
         """Wait until a warp may add its parts to a tile of queries of a pair of head and batch: until `behind` blocks have
         added."""
 
@@ -75,7 +75,7 @@ class Unordered:
         tma_add(sums, at, part)
 
     @inlined
-    def give(self, params, pair, tile, line, behind):
+    def give(self, params, batch_head, tile, line, behind):
         """Say that the warp has added its parts to the tile."""
 
 
@@ -108,13 +108,13 @@ class Turns(Unordered):
         return not self.stores
 
     @inlined
-    def begin(self, params, pair, tile):
+    def begin(self, params, batch_head, tile):
         for line in range(self.lines):
-            params.turns[pair, self.lines * tile + line] = int32(0)
+            params.turns[batch_head, self.lines * tile + line] = int32(0)
 
     @inlined
-    def take(self, params, pair, tile, line, behind):
-        wait_count(params.turns, (pair, int32(self.lines * tile + line)), int32(self.warps * behind))
+    def take(self, params, batch_head, tile, line, behind):
+        wait_count(params.turns, (batch_head, int32(self.lines * tile + line)), int32(self.warps * behind))
 
     @inlined
     def add(self, sums, at, part, behind):
@@ -127,8 +127,8 @@ class Turns(Unordered):
             tma_add(sums, at, part)
 
     @inlined
-    def give(self, params, pair, tile, line, behind):
-        turn = pair, int32(self.lines * tile + line)
+    def give(self, params, batch_head, tile, line, behind):
+        turn = batch_head, int32(self.lines * tile + line)
         if self.in_bulk:
             stores_done()
         if self.in_bulk and not (self.stores and behind == 0):
@@ -191,12 +191,12 @@ class Snaking(Ordered):
         return " snaking" + " stores" * self.stores
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
-        block, pair = tiling.place(number, blocks, pairs, band)
+    def place(self, tiling, number, blocks, batch_heads, band):
+        block, batch_head = tiling.place(number, blocks, batch_heads, band)
         if block % (2 * GROUP) < GROUP:
             first = block - block % GROUP
             block = first + min(first + GROUP, blocks) - 1 - block
-        return int32(block), pair
+        return int32(block), batch_head
 
     @inlined
     def behind(self, tiling, block, tile, ctx, group):
@@ -219,9 +219,9 @@ class Heading(Turns):
         return " heading"
 
     @inlined
-    def place(self, tiling, number, blocks, pairs, band):
-        block, pair = tiling.place(number, blocks, pairs, band)
-        return int32(blocks - 1 - block), pair
+    def place(self, tiling, number, blocks, batch_heads, band):
+        block, batch_head = tiling.place(number, blocks, batch_heads, band)
+        return int32(blocks - 1 - block), batch_head
 
     @inlined
     def behind(self, tiling, block, tile, ctx, group):
@@ -229,11 +229,11 @@ class Heading(Turns):
         return int32(block + 1 < tiling.end(tile, ctx))
 
     @inlined
-    def give(self, params, pair, tile, line, behind):
+    def give(self, params, batch_head, tile, line, behind):
         """See Unordered. Nobody waits for what is added, only for what is stored."""
         if behind == 0:
             stores_done()
-            count_up(params.turns, (pair, int32(self.lines * tile + line)))
+            count_up(params.turns, (batch_head, int32(self.lines * tile + line)))
 
 
 @static

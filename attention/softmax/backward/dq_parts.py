@@ -68,10 +68,10 @@ class ByRows:
         return rt(BAND, self.across, fp32)
 
     @inlined
-    def load(self, gSum, pair, tile, band):
+    def load(self, gSum, batch_head, tile, band):
         """What one of these warps finishes: 16 rows of a tile's parts."""
         row = self.rows * tile + BAND * self.across // LINE * band
-        return load_held(gSum, self.finished, (pair, int32(row), 0), QUAD)
+        return load_held(gSum, self.finished, (batch_head, int32(row), 0), QUAD)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
@@ -101,10 +101,10 @@ class ByColumns(ByRows):
 
 @static
 class Held(ByRows):
-    """Parts are 16 queries and 64 columns of dQ each, which warps add without TMA. piece: the bytes that the address and
+    """Parts are 16 queries and 64 columns of dQ each, which warps add without TMA. vector_bytes: the bytes that the address and
     strides of dQ are multiples of. together: how many of its elements a lane adds at once."""
 
-    piece: int
+    vector_bytes: int
     together: int
 
     @property
@@ -117,9 +117,9 @@ class Held(ByRows):
         return array(3)
 
     @inlined
-    def add(self, gSum, part, pair, tile, n, unit):
+    def add(self, gSum, part, batch_head, tile, n, unit):
         """Add part n of a tile of queries to its sums."""
-        add_held(gSum, part, self.place(pair, tile, n), self.together)
+        add_held(gSum, part, self.place(batch_head, tile, n), self.together)
 
     @property
     def width(self) -> int:
@@ -134,22 +134,22 @@ class Held(ByRows):
         return self.count
 
     @inlined
-    def place(self, pair, tile, n):
+    def place(self, batch_head, tile, n):
         """The index of part n of a tile of queries among the sums."""
-        return pair, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
+        return batch_head, int32(self.queries * tile + BAND * PANEL // self.columns * n), 0
 
     @property
     def finished(self) -> rt:
         return rt(BAND, PANEL, fp32)
 
     @inlined
-    def load(self, gSum, pair, tile, band):
-        return load_held(gSum, self.finished, self.place(pair, tile, band), self.together)
+    def load(self, gSum, batch_head, tile, band):
+        return load_held(gSum, self.finished, self.place(batch_head, tile, band), self.together)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, band, result):
         down, right = divmod(band, self.columns // PANEL)
-        result.store(gDQ, x, (batch, row + BAND * down, head, PANEL * right), self.piece)
+        result.store(gDQ, x, (batch, row + BAND * down, head, PANEL * right), self.vector_bytes)
 
 
 @static
@@ -164,8 +164,8 @@ class Direct(Held):
         return array(4, self.result.dtype)
 
     @inlined
-    def add(self, gDQ, part, pair, tile, n, unit):
-        batch, head = divmod(pair, int32(gDQ.shape[2]))
+    def add(self, gDQ, part, batch_head, tile, n, unit):
+        batch, head = divmod(batch_head, int32(gDQ.shape[2]))
         self.finish(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
 
 

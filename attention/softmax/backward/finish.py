@@ -12,7 +12,7 @@ from ops import divmod, grid, truncate, zeros
 from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from . import ampere, hopper
 from .dq_parts import ByRows
 from .results import Written
@@ -27,14 +27,14 @@ class Config:
 
     parts: ByRows
     result: Written
-    lie: type[Batched] = field(default=Batched, kw_only=True)
+    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
     overlaps_previous: bool = field(default=False, kw_only=True)
     threads = LANES * WARPS
 
     @property
-    def sequences(self) -> Batched:
+    def sequences(self) -> BatchedLayout:
         """How they lie."""
-        return self.lie(self.parts.queries)
+        return self.seq_layout(self.parts.queries)
 
     @property
     def params(self) -> Record:
@@ -51,7 +51,7 @@ class Config:
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """The configuration that finishes what this kernel began."""
-    return Config(config.parts, config.result, lie=config.lie, overlaps_previous=config.overlaps_previous)
+    return Config(config.parts, config.result, seq_layout=config.seq_layout, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -71,8 +71,8 @@ def make(config: Config):
         """dQ = `unit` times the sums, for a tile of queries, one of the `blocks` of a pair; 0 for what belongs to nobody."""
         if PDL:
             grid.wait()
-        pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, params)
+        batch_head, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find(tile, batch_head, heads, params)
         if sequences.packed:
             some, row = sequences.nobodys(block, batch, params)
             if some:
@@ -84,7 +84,7 @@ def make(config: Config):
             if sequences.packed:
                 gDQ = truncate(gDQ, 1, seq.offset_q + seq.seqlen_q)
             for band in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                x = parts.load(gSum, pair, tile, int32(band)) * unit
+                x = parts.load(gSum, batch_head, tile, int32(band)) * unit
                 parts.finish(gDQ, x, seq.batch, row, head, int32(band), result)
 
     return finish, None

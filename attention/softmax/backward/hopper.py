@@ -65,10 +65,10 @@ def block_of(head_dim: int, value_dim: int) -> int:
     return SHAPES[padded_dim(head_dim, value_dim)]["kv"]
 
 
-def finds_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:
+def finds_slopes(head_dim: int, value_dim: int, seq_layout: type[sequences.BatchedLayout]) -> bool:
     """Does the kernel find the gradient of slopes, too? Where that was timed; elsewhere it spills more registers, and
     of wide heads two consumers have the same keys."""
-    return 64 < max(head_dim, value_dim) <= 128 and lie.packed
+    return 64 < max(head_dim, value_dim) <= 128 and seq_layout.packed
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -167,19 +167,19 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, band: INT,
         group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys with one of `pairs` pairs of share and batch, `band` of which are worked on at once, and
-        what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the queries of
-        each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant made
-        something of it, it was `unit` Q K^T."""
+        """dK and dV of a block of keys with one of `batch_heads` pairs of share and batch, `band` of which are worked on at
+        once, and what it adds to dQ. A batch has `heads` shares (shares.py), a key head `shares` of them: `spans` spans of the
+        queries of each subgroup of `group` query heads. The weight of a score s is exp2(`scale` s - lse); before the variant
+        made something of it, it was `unit` Q K^T."""
         k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
-        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
-        line = int32(blocks * (pair // heads) + block)  # of what is learnt
-        block, batch, share = sequences.find_keys(block, pair, heads, KV, params)
+        block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, band)
+        line = int32(blocks * (batch_head // heads) + block)  # of what is learnt
+        block, batch, share = sequences.find_keys(block, batch_head, heads, KV, params)
         subgroup, span = divmod(share, spans)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and me < CONSUMERS:
@@ -201,7 +201,7 @@ def make(config: Config):
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
                 bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, above)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, above)
+                send(gSum, dq, block, divmod(batch_head, spans)[0], every, key, ctx, group, above)
         else:
             warpgroup.claim_registers(claim)
             keys, values = k.wait(0), v.wait(0)

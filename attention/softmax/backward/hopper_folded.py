@@ -128,15 +128,15 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gSum: tiled(parts.tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
-        group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
+        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT,
+        band: INT, group: INT, shares: INT, spans: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """As in hopper.py."""
         k, v, q, do, ds, dq, sums, bias = brought.open(smem)
         grid.follow()
         me = warpgroup.id()
-        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, band)
-        batch, share = divmod(pair, heads)
+        block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, band)
+        batch, share = divmod(batch_head, heads)
         subgroup, span = divmod(share, spans)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         ctx = ScoreContext(
@@ -150,7 +150,7 @@ def make(config: Config):
                 arrays, into = (gK, gV, gQ, gDO, gSums), (k, v, q, do, sums, bias)
                 bring(arrays, into, seq, block, divmod(share, shares)[0], every, key, ctx, group, 0)
             if SENDER <= warpgroup.rank() < SENDER + SENDERS:
-                send(gSum, dq, block, divmod(pair, spans)[0], every, key, ctx, group, 0)
+                send(gSum, dq, block, divmod(batch_head, spans)[0], every, key, ctx, group, 0)
         else:
             warpgroup.claim_registers(claim)
             dk, dv = zeros(DK), zeros(DV)

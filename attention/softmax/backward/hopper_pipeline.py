@@ -8,7 +8,7 @@ from numpy import int32
 from ops import store_wait, warpgroup
 from tiles import inlined, ring, shared, st
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from .base_config import BackwardConfig
 from .dq_order import UNORDERED, Heading, Ordered, Snaking, Unordered
 from .dq_parts import ByRows, parts_of
@@ -33,7 +33,7 @@ class Config(BackwardConfig):
 
     @property
     def in_order(self) -> Ordered:
-        computed = self.lie is Batched and not self.by_list
+        computed = self.seq_layout is BatchedLayout and not self.by_list
         rising = self.variant.monotonic and self.variant.starts_at_zero and self.variant.ends_at_last_key
         return (Snaking if computed and rising else Ordered)(1, True, SENDERS, self.stores)
 
@@ -112,9 +112,9 @@ def sending(config: Config):
     PARTS, tiling, order = config.parts.count, config.tiling, config.order
 
     @inlined
-    def send(gSum, dq, block, pair, every, key, ctx, group, above):
+    def send(gSum, dq, block, batch_head, every, key, ctx, group, above):
         """Send a sender's parts of dQ, each in its turn."""
-        mine, of, place = int32(warpgroup.rank() - SENDER), int32(group * pair), order.start(every)
+        mine, of, place = int32(warpgroup.rank() - SENDER), int32(group * batch_head), order.start(every)
         for j in range(int32(group * every.n)):
             number = tiling.number(every, place, key, ctx, group)
             tile, behind = int32(above + number), order.behind(tiling, block, number, ctx, group)

@@ -123,16 +123,16 @@ def make(config: Config):
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gSums: tiled(config.of_rows, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
-        params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, shares: INT, spans: INT,
+        params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, band: INT, group: INT, shares: INT, spans: INT,
         scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of a block of keys with one of `pairs` pairs of share and batch: see hopper.py. The query heads of a share
-        come one after the other."""
+        """dK and dV of a block of keys with one of `batch_heads` pairs of share and batch: see hopper.py. The query heads of a
+        share come one after the other."""
         k, v, q, do, p, sums = smem.open()
         grid.follow()
         me = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, share = divmod(pair, heads)
+        block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, band)
+        batch, share = divmod(batch_head, heads)
         subgroup, span = divmod(share, spans)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         ctx = ScoreContext(

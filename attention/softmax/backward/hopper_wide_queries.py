@@ -102,17 +102,17 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
         gQ: tiled(config.query), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gDO: tiled(config.dout),
-        gSums: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT,
+        gSums: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, band: INT,
         group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dQ of a block of queries of one of `pairs` pairs of head and batch, `band` of which are worked on at once; `group`
-        heads share a key head. Of each 64 queries gSums has the log-sum-exps, and then the sums of dO O. The weight of a score
-        s is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
+        """dQ of a block of queries of one of `batch_heads` pairs of head and batch, `band` of which are worked on at once;
+        `group` heads share a key head. Of each 64 queries gSums has the log-sum-exps, and then the sums of dO O. The weight of
+        a score s is exp2(`scale` s - lse); before the variant made something of it, it was `unit` Q K^T."""
         q, do, k, v = smem.open()
         grid.wait()
         me = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, band)
-        batch, head = divmod(pair, heads)
+        block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, band)
+        batch, head = divmod(batch_head, heads)
         kv_head, _ = divmod(head, group)
         seq, row = sequences.sequence(batch, params), int32(ROWS * block)
         ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)

@@ -49,13 +49,13 @@ def planned(
     give = nothing if adds else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if adds else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), give)
-    (lie, where), gpu = sequences_of(problem), machine(problem.device)
+    (seq_layout, where), gpu = sequences_of(problem), machine(problem.device)
     module, config, plain = chosen(problem, spec, ordered, family, aux, listing, reads)
     if module is hopper_wide:
         return planned_wide(problem, spec, scale, config, ordered, sunk)
     learns, by_list = config.learns, config.by_list
     parts, cut = config.parts, shares.Cut()
-    if lie.packed:  # see there, how many blocks that takes
+    if seq_layout.packed:  # see there, how many blocks that takes
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
@@ -88,12 +88,12 @@ def planned(
         listed_by = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in found.items()}
     learnt: dict[str, Any] = {}
     if learns is not slopes.UNASKED:
-        rows = config.learners * blocks * (1 if lie.packed else batch)
+        rows = config.learners * blocks * (1 if seq_layout.packed else batch)
         size = math.prod(problem["dalibi"].form.shape)
         learnt["found"] = early.memory((rows, size), "float32")
         early.steps.append(Fill(learnt["found"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
-        of_keys["pairs"] * blocks,
+        of_keys["batch_heads"] * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
@@ -150,7 +150,7 @@ def planned_wide(
     of_keys, by_keys = shares.arguments(early, late, by_keys, cut), replace(by_keys, spans=cut.spans > 1)
     of_rows = early.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     before = _of_queries(problem, prepare.without_sums(by_keys), of_rows, of_rows, tiles, where)  # there are none to clear
-    of_queries = {"heads": heads, "pairs": batch * heads, "group": group, "gDQ": problem["dq"]}
+    of_queries = {"heads": heads, "batch_heads": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [before]
     for module, config, count, own in [
         (hopper_wide, by_keys, blocks, of_keys),
@@ -158,7 +158,7 @@ def planned_wide(
     ]:
         steps.append(
             kernel_for(module, config, problem.device).bind(
-                own["pairs"] * count,
+                own["batch_heads"] * count,
                 gQ=problem["q"],
                 gK=problem["k"],
                 gV=problem["v"],

@@ -99,13 +99,13 @@ class Rows:
             params: PARAMS, blocks: INT, heads: INT,
         ):  # fmt: skip
             """dx of every row (batch, row, head, column); mean and 1 / deviation go to gRows (head, which, row)."""
-            pair, block = divmod(cuda.blockIdx.x, blocks)
-            batch, head = divmod(pair, heads)
+            batch_head, block = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(batch_head, heads)
             row = int32(PART.rows * (WARPS * block + cuda.threadIdx.x // LANES))
             of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
             mean, scale = of_rows
-            store(gRows, mean, (pair, 0, row))
-            store(gRows, scale, (pair, 1, row))
+            store(gRows, mean, (batch_head, 0, row))
+            store(gRows, scale, (batch_head, 1, row))
             level, along = zeros(PART.col_vec), zeros(PART.col_vec)
             for col in range(0, X.cols, PART.cols):
                 n, dn = weighted(gX, gDY, (batch, row, head, col), of_rows, params)
@@ -154,8 +154,8 @@ class Columns:
             for n in range(WARPS * part + warp, batches * tiles, WARPS * parts):
                 batch, tile = divmod(int32(n), tiles)
                 row = int32(PART.rows * tile)
-                pair = int32(heads * batch + head)
-                of_rows = load(gRows, PART.col_vec, (pair, 0, row)), load(gRows, PART.col_vec, (pair, 1, row))
+                batch_head = int32(heads * batch + head)
+                of_rows = load(gRows, PART.col_vec, (batch_head, 0, row)), load(gRows, PART.col_vec, (batch_head, 1, row))
                 normed, dy = seen(gX, gDY, (batch, row, head, col), of_rows)
                 total = total + (times(dy, normed) if WEIGHTS else dy)
             found = block.reduce_sum(col_sum(total), scratch)

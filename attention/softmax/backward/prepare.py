@@ -19,7 +19,7 @@ from tiles.arguments import INT, Record, array, record
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from . import ampere, hopper, hopper_wide
 from .dq_order import UNORDERED, Unordered
 from .dq_parts import BAND, ByRows
@@ -39,7 +39,7 @@ class Config:
     dtype: dtype
     parts: ByRows | None
     aligned: bool = True
-    lie: type[Batched] = field(default=Batched, kw_only=True)
+    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
     order: Unordered = field(default=UNORDERED, kw_only=True)
     overlaps_previous: bool = field(default=False, kw_only=True)
     of_lse: bool = field(default=False, kw_only=True)
@@ -50,9 +50,9 @@ class Config:
         return LANES * self.rows // BAND
 
     @property
-    def sequences(self) -> Batched:
+    def sequences(self) -> BatchedLayout:
         """How they lie."""
-        return self.lie(self.rows)
+        return self.seq_layout(self.rows)
 
     @property
     def params(self) -> Record:
@@ -70,13 +70,13 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     """The configuration that prepares for this kernel."""
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
-        aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
+        aligned, parts = config.vector_bytes == PIECES[0], replace(config.parts, vector_bytes=PIECES[0])
     shape = config.value_dim, config.rows, config.dtype
     return Config(
         *shape,
         None if config.alone else parts,
         aligned,
-        lie=config.lie,
+        seq_layout=config.seq_layout,
         order=config.order,
         overlaps_previous=config.overlaps_previous,
     )
@@ -121,8 +121,8 @@ def make(config: Config):
         (batch, head, row)."""
         if PDL:
             grid.follow()
-        pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, params)
+        batch_head, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find(tile, batch_head, heads, params)
         seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + BAND * warp), int32(2 * ROWS * tile + BAND * warp)
         if sequences.packed:
@@ -140,8 +140,8 @@ def make(config: Config):
         store(gSums, delta, (seq.batch, head, int32(to + ROWS)))
         store(gSums, lse, (seq.batch, head, to))
         if warp == 0:
-            order.begin(params, pair, tile)
+            order.begin(params, batch_head, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
-            store(gSum, zeros(X), (pair, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
+            store(gSum, zeros(X), (batch_head, int32(HEIGHT * tile + BAND * band), 0), 1, 2, True)
 
     return prepare, None

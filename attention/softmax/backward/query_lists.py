@@ -111,8 +111,8 @@ class Gathering:
         @cuda.jit
         def gathering(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
             """The list of one of the `blocks` blocks of keys of one of `heads` heads; `group` heads of the classes share it."""
-            pair, block = divmod(cuda.blockIdx.x, blocks)
-            batch, head = divmod(pair, heads)
+            batch_head, block = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
             every = tiling.tiles(int32(KV * block), ctx, group)
             some, whole, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
@@ -152,8 +152,8 @@ class Ranking(Gathering):
         @cuda.jit
         def ranking(params: PARAMS, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
             """Of one of the `tiles` tiles of queries of one of `heads` heads of `blocks` blocks of keys."""
-            pair, tile = divmod(cuda.blockIdx.x, tiles)
-            batch, head = divmod(pair, heads)
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
             before = int32(0)
             for block in range(blocks):

@@ -17,7 +17,7 @@ from tiles.layout import LANES
 
 from ..base_config import BaseConfig
 from ..key_block_lists import CLASSES
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from ..tiling import Tiling
 from ..variants import Variant
 from .dq_parts import BAND
@@ -95,7 +95,7 @@ class Config(BaseConfig):
     queries: int
     others: int
     surveyed: int | None
-    piece: int
+    vector_bytes: int
     before: Variant | None
     read: Added
 
@@ -138,12 +138,12 @@ class Recomputed:
     kv: int
     others: int
     surveyed: int | None
-    piece: int
+    vector_bytes: int
     variant: Variant
     before: Variant | None
     read: Added
-    sequences: Batched
-    summed: Batched  # the same sequences, in tiles of the main kernel's
+    sequences: BatchedLayout
+    summed: BatchedLayout  # the same sequences, in tiles of the main kernel's
 
     @property
     def tile(self) -> rt:
@@ -180,10 +180,10 @@ class Recomputed:
             gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.vector_bytes)
+        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.vector_bytes)
+        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
+        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
         row = int32(first + BAND * warp)
         here = ctx._replace(row=row)
         ctx = here._replace(precomputed=variant.precompute(here))
@@ -209,5 +209,5 @@ class Recomputed:
 
 def recomputed(config: Config) -> Recomputed:
     """The object that computes this kernel's tiles."""
-    shape = config.rows, config.kv, config.others, config.surveyed, config.piece
-    return Recomputed(*shape, config.variant, config.before, config.read, config.sequences, config.lie(config.others))
+    shape = config.rows, config.kv, config.others, config.surveyed, config.vector_bytes
+    return Recomputed(*shape, config.variant, config.before, config.read, config.sequences, config.seq_layout(config.others))

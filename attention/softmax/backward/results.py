@@ -17,10 +17,10 @@ class Written:
     dtype: dtype
 
     @inlined
-    def store(self, array, x, at, piece):
-        """Store a warp's tile along axes 1 and 3 of an array. piece: the bytes that its address and strides are multiples
-        of."""
-        store(array, self.dtype(x), at, 1, 3, piece)
+    def store(self, array, x, at, vector_bytes):
+        """Store a warp's tile along axes 1 and 3 of an array. vector_bytes: the bytes that its address and strides are
+        multiples of."""
+        store(array, self.dtype(x), at, 1, 3, vector_bytes)
 
     @inlined
     def store_four(self, array, x, at):
@@ -42,7 +42,7 @@ class Added(Written):
     """The gradient is added to what the array holds, in float32, with any strides. Nobody else adds to the same elements."""
 
     @inlined
-    def store(self, array, x, at, piece):
+    def store(self, array, x, at, vector_bytes):
         store(array, x + load(array, rt(x.rows, x.cols, self.dtype, x.layout), at, 1, 3), at, 1, 3)
 
     @inlined

@@ -53,8 +53,8 @@ class Learned:
         """What a configuration is made of: recomputed_scores.Config's fields."""
         main, before = self.config, self.spec.before if "score_unit" in self.spec.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
-        rows = {"queries": self.queries, "others": main.rows, "piece": self.problem.bytes_at_once()}
-        rows["lie"] = main.lie
+        rows = {"queries": self.queries, "others": main.rows, "vector_bytes": self.problem.bytes_at_once()}
+        rows["seq_layout"] = main.seq_layout
         rows["surveyed"] = main.kv if "classes" in self.told else None
         return dims | rows | {"variant": self.spec.variant, "before": before, "read": read, "axes": main.axes}
 
@@ -87,7 +87,7 @@ class Learned:
         """(batches, heads, tiles of queries, blocks of keys) that thread blocks go through, or of packed sequences (1, heads,
         the tiles of all of them, in how many shares the blocks of keys are that a tile sees): see elements.py."""
         batch, rows, heads = self.problem("BSH")
-        if not self.config.lie.packed:
+        if not self.config.seq_layout.packed:
             return batch, heads, self.tiles, self.blocks
         (ends,) = self.problem("E")
         tiles = rows // self.queries + ends - 1

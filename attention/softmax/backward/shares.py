@@ -34,20 +34,21 @@ WHOLE = 8  # columns: what shares leave has a multiple of these, whole pieces of
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's configuration. count: shares of a key head. head_dim, value_dim: columns of dK and of dV, padded. piece:
-    the bytes that addresses and strides are multiples of. overlaps_previous: does the kernel begin while the grid before
-    it ends (programmatic dependent launch, PDL)?"""
+    """The kernel's configuration. count: shares of a key head. head_dim, value_dim: columns of dK and of dV, padded.
+    vector_bytes: the bytes that addresses and strides are multiples of. overlaps_previous: does the kernel begin while the grid
+    before it ends (programmatic dependent launch, PDL)?"""
 
     count: int
     head_dim: int
     value_dim: int
     dtype: dtype
-    piece: int
+    vector_bytes: int
     overlaps_previous: bool
     threads = LANES * WARPS
 
     def __str__(self):
-        dims, by = f"D {self.head_dim}/{self.value_dim} {self.dtype}", f", by {self.piece} bytes" * (self.piece != 16)
+        dims = f"D {self.head_dim}/{self.value_dim} {self.dtype}"
+        by = f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
         return f"{self.count} shares, {dims}{by}" + " PDL" * self.overlaps_previous
 
 
@@ -60,10 +61,10 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    COUNT, OUT, PIECE, PDL, X = (
+    COUNT, OUT, VECTOR_BYTES, PDL, X = (
         config.count,
         config.dtype,
-        config.piece,
+        config.vector_bytes,
         config.overlaps_previous,
         rt(ROWS, COLUMNS, config.dtype),
     )
@@ -75,7 +76,7 @@ def make(config: Config):
         total = zeros(rt(ROWS, COLUMNS, fp32))
         for n in range(COUNT):
             total = total + fp32(load(gFound, X, (batch, row, int32(COUNT * head + n), column), 1, 3, True))
-        store(gOut, OUT(total), (batch, row, head, column), 1, 3, PIECE)
+        store(gOut, OUT(total), (batch, row, head, column), 1, 3, VECTOR_BYTES)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def add_up(gFoundK: array(4, OUT), gFoundV: array(4, OUT), gDK: array(4, OUT), gDV: array(4, OUT), bands: INT, heads: INT):
@@ -83,8 +84,8 @@ def make(config: Config):
         first warps begin with dK, the last ones with dV."""
         if PDL:
             grid.wait()
-        pair, band = divmod(cuda.blockIdx.x, bands)
-        batch, head = divmod(pair, heads)
+        batch_head, band = divmod(cuda.blockIdx.x, bands)
+        batch, head = divmod(batch_head, heads)
         row, warp = int32(ROWS * band), cuda.threadIdx.x // LANES
         for panel in range(warp, K_PANELS, WARPS):
             sum_of(gFoundK, gDK, batch, row, head, int32(COLUMNS * panel))
@@ -111,10 +112,10 @@ def cut_of(problem: Problem, blocks: int, tiles: int, ordered: bool, longest_fir
     multiprocessor; two where some take up to twice as long as others, and these come first. In order (ordered) no length
     decides, for parts of sequences must give the bits of the whole."""
     batch, heads, kv_heads = problem("BHG")
-    group, pairs = heads // kv_heads, batch * kv_heads
+    group, batch_heads = heads // kv_heads, batch * kv_heads
     if ordered:
-        return cut(group, pairs, 0, IN_ORDER)
-    return cut(group, pairs * blocks, tiles, processors * (2 if longest_first else 1))
+        return cut(group, batch_heads, 0, IN_ORDER)
+    return cut(group, batch_heads * blocks, tiles, processors * (2 if longest_first else 1))
 
 
 def cut(group: int, thread_blocks: int, tiles: int, wanted: int) -> Cut:
@@ -133,12 +134,12 @@ def arguments(early: Before, late: Before, config: BackwardConfig, cut: Cut) -> 
     problem = early.problem
     (batch, query_heads, heads), dk, dv = problem("BHG"), problem["dk"], problem["dv"]
     every, group = heads * cut.shares, query_heads // (heads * cut.subgroups)
-    told = {"heads": every, "pairs": batch * every, "group": group, "shares": cut.shares, "spans": cut.spans}
+    told = {"heads": every, "batch_heads": batch * every, "group": group, "shares": cut.shares, "spans": cut.spans}
     if cut.shares == 1:
         return {"gDK": dk, "gDV": dv, **told}
     keys, columns = dk.form.shape[1], [-(-x.form.shape[3] // WHOLE) * WHOLE for x in (dk, dv)]
     found_k, found_v = [early.memory((batch, keys, cut.shares * heads, n), problem.dtype) for n in columns]
-    own = Config(cut.shares, config.head_dim, config.value_dim, config.dtype, config.piece, config.overlaps_previous)
+    own = Config(cut.shares, config.head_dim, config.value_dim, config.dtype, config.vector_bytes, config.overlaps_previous)
     arrays, bands = {"gFoundK": found_k, "gFoundV": found_v, "gDK": dk, "gDV": dv}, -(-keys // ROWS)
     late.launch(sys.modules[__name__], own, batch * heads * bands, bands=bands, heads=heads, **arrays)
     return {"gDK": found_k, "gDV": found_v, **told}

@@ -38,11 +38,11 @@ class Facing(Tiling):
     apart: bool = True
 
     @inlined
-    def place(self, block, blocks, pairs, band):
+    def place(self, block, blocks, batch_heads, band):
         """The (block of keys, pair of share and batch) of a thread block: one band of pairs after the other. The first keys,
         which most queries see where later queries see more, come first."""
-        pair, block = rasterize(block, pairs, blocks, band)
-        return block, pair
+        batch_head, block = rasterize(block, batch_heads, blocks, band)
+        return block, batch_head
 
     @inlined
     def tiles(self, key, ctx, group):
