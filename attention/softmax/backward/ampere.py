@@ -39,15 +39,15 @@ from .dq_parts import PANEL, WARP_ROWS, DirectParts, WarpParts
 class Config(BackwardConfig):
     """The kernel's configuration. keys_per_warp: keys of a warp. step: queries whose scores a warp has at once. split: do two
     warps have the same keys, one for P and dV, one for dS and dK? resident: thread blocks that a multiprocessor is to hold.
-    elements_per_add: how many adjacent elements of dQ a lane adds at once. piece: the bytes that addresses and strides are
-    multiples of. single_block: does a thread block have all keys, and each query see one?"""
+    elements_per_add: how many adjacent elements of dQ a lane adds at once. vector_bytes: the bytes that addresses and strides
+    are multiples of. single_block: does a thread block have all keys, and each query see one?"""
 
     keys_per_warp: int
     step: int
     split: bool
     resident: int
     elements_per_add: int = 1
-    piece: int = 16
+    vector_bytes: int = 16
     single_block: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
@@ -82,11 +82,15 @@ class Config(BackwardConfig):
     @property
     def parts(self) -> WarpParts:
         """The parts in which dQ is computed and added."""
-        shape = self.rows, self.kv, self.head_dim, self.dtype, self.piece, self.elements_per_add
+        shape = self.rows, self.kv, self.head_dim, self.dtype, self.vector_bytes, self.elements_per_add
         return DirectParts(*shape, self.result) if self.single_block else WarpParts(*shape)
 
     def __str__(self):
-        return super().__str__() + " single block" * self.single_block + f", by {self.piece} bytes" * (self.piece != 16)
+        return (
+            super().__str__()
+            + " single block" * self.single_block
+            + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
+        )
 
 
 Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, split, resident
@@ -124,7 +128,7 @@ def config_for(
     head_dim: int,
     dtype: dtype,
     variant: Variant,
-    piece: int = 16,
+    vector_bytes: int = 16,
     value_dim: int | None = None,
     shared_limit: int = SMALL,
     shape: Shape | None = None,
@@ -135,32 +139,34 @@ def config_for(
     since_hopper = shared_limit >= LARGE
     shapes = SHAPES if variant.changes_scores or variant.uses_random else ROOMY if since_hopper else PLAIN
     padded = padded_dim(head_dim, value_dim)
-    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
+    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, vector_bytes, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: bf16 and addresses that are multiples of 16 bytes, or all."""
-    forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
-    for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        config = config_for(head_dim, of, variant, piece, shared_limit=shared_bytes(capability(arch)))
+    forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
+    for (of, vector_bytes), head_dim, variant in itertools.product(
+        forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
+    ):
+        config = config_for(head_dim, of, variant, vector_bytes, shared_limit=shared_bytes(capability(arch)))
         yield from (config, replace(config, single_block=True))
         if arch == "sm_90a":
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
-                    of_short = config_for(head_dim, of, variant, piece, shared_limit=LARGE, shape=shape)
+                    of_short = config_for(head_dim, of, variant, vector_bytes, shared_limit=LARGE, shape=shape)
                     yield from (of_short, replace(of_short, single_block=True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, WARP_KEYS, STEP, WARPS, PIECE = (
+    KV, ROWS, WARP_KEYS, STEP, WARPS, VECTOR_BYTES = (
         config.kv,
         config.rows,
         config.keys_per_warp,
         config.step,
         config.warps,
-        config.piece,
+        config.vector_bytes,
     )
     PARAMS, AUX, INPUT, SPLIT, NONLINEAR = config.params, config.aux, config.dtype, config.split, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
@@ -233,12 +239,12 @@ def make(config: Config):
         return dkv, dslope
 
     @inlined
-    def add_dq(n, k_tile, ds_tile, gDQAccum, pair, tile, unit):
+    def add_dq(n, k_tile, ds_tile, gDQAccum, batch_head, tile, unit):
         """Add part n of dQ = dS K of a query tile to the sums in global memory."""
         (down, right), part = divmod(n, PANELS), zeros(PART)
         for m in range(KEY_TILES):
             part = mma_AB(part, subtile(ds_tile, WARP_ROWS, BANDS * m + down), subtile(k_tile, WARP_KEYS, m, PANEL, right))
-        parts.add(gDQAccum, part, pair, tile, n, unit)
+        parts.add(gDQAccum, part, batch_head, tile, n, unit)
 
     step = two_warp_step if SPLIT else one_warp_step
 
@@ -246,24 +252,24 @@ def make(config: Config):
     def compute_dq_dk_dv(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
         gDQAccum: DQ_ARRAY, gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT,
-        pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
+        batch_heads: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of one of `blocks` key blocks for one of `pairs` pairs of batch and head of gDK, `raster_group` of which
-        are worked on at once, and what the block adds to dQ. gDK and gDV have `heads` heads, `partials` for each key head
+        """dK and dV of one of `blocks` key blocks for one of `batch_heads` pairs of batch and head of gDK, `raster_group` of
+        which are worked on at once, and what the block adds to dQ. gDK and gDV have `heads` heads, `partials` for each key head
         (shares.py): one for each of `splits` parts of the query tiles of each group of `group` query heads. P = exp2(`scale` s
         - lse), where s is what the variant makes of `unit` Q K^T."""
         k, v, q, do, ds_tile = smem.open()
-        number, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
-        slope_row = int32(blocks * (pair // heads) + number)
-        number, batch, dkv_head = sequences.find_keys(number, pair, heads, KV, params)
+        number, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        slope_row = int32(blocks * (batch_head // heads) + number)
+        number, batch, dkv_head = sequences.find_keys(number, batch_head, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)
         seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < KEY_TILES:
             exist, row = sequences.nobodys_keys(key, batch, KV, params)
             if exist:
                 at_keys = int32(0), int32(row + WARP_KEYS * warp), dkv_head, 0
-                result.store(gDK, zeros(DK), at_keys, PIECE)
-                result.store(gDV, zeros(DV), at_keys, PIECE)
+                result.store(gDK, zeros(DK), at_keys, VECTOR_BYTES)
+                result.store(gDV, zeros(DV), at_keys, VECTOR_BYTES)
         if not sequences.has_keys(key, batch, params):
             return
         if not sequences.apart:  # rows after the ends belong to another sequence
@@ -279,17 +285,17 @@ def make(config: Config):
         first = int32(seq.offset_q + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
         tiles, tiles_before = int32(group * q_tiles.n), sequences.first_tile(batch, params)
         kv_head, _ = divmod(dkv_head, partials)
-        k.fill(0, gK, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
-        v.fill(0, gV, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, PIECE)
-        q.fill(0, gQ, (seq.batch, first, group * head_group, 0), 1, 3, tiles, PIECE)
-        do.fill(0, gDO, (seq.batch, first, group * head_group, 0), 1, 3, tiles, PIECE)
+        k.fill(0, gK, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, VECTOR_BYTES)
+        v.fill(0, gV, (seq.batch, seq.offset_k + key, kv_head, 0), 1, 3, 1, VECTOR_BYTES)
+        q.fill(0, gQ, (seq.batch, first, group * head_group, 0), 1, 3, tiles, VECTOR_BYTES)
+        do.fill(0, gDO, (seq.batch, first, group * head_group, 0), 1, 3, tiles, VECTOR_BYTES)
         k_tile = k.wait(0, 3)
         v_tile = v.wait(0, 2)
         q_tiles.clear(k_tile, GROUPS)
         q_tiles.clear(v_tile, GROUPS)
         k_rows, v_rows = subtile(k_tile, WARP_KEYS, n_keys), subtile(v_tile, WARP_KEYS, n_keys)
         dkdv, dslope = zeros(DK) if SPLIT else (zeros(DK), zeros(DV)), slope_gradient.init(SCORES)
-        head, i, dq_head = int32(group * head_group), int32(0), int32(group * divmod(pair, splits)[0])
+        head, i, dq_head = int32(group * head_group), int32(0), int32(group * divmod(batch_head, splits)[0])
         for j in range(tiles):
             index = order.visit_index(q_tiles.n, i)
             tile = tiling.tile_index(q_tiles, index, key, ctx, group)
@@ -309,8 +315,8 @@ def make(config: Config):
                 )
             )
             next_rows = seq.batch, row, int32(head + 1) if last else head, 0
-            q.fill(j + 1, gQ, next_rows, 1, 3, tiles, PIECE)
-            do.fill(j + 1, gDO, next_rows, 1, 3, tiles, PIECE)
+            q.fill(j + 1, gQ, next_rows, 1, 3, tiles, VECTOR_BYTES)
+            do.fill(j + 1, gDO, next_rows, 1, 3, tiles, VECTOR_BYTES)
             prior = order.prior_adds(tiling, number, tile, ctx, group)
             order.wait(params, dq_head, dq_tile, 0, prior)
             if SPLIT:
@@ -329,11 +335,11 @@ def make(config: Config):
             head, dq_head, i = int32(head + last), int32(dq_head + last), int32(0) if last else int32(i + 1)
         row = seq.offset_k + warp_key
         if not SPLIT:
-            result.store(gDK, dkdv[0] * unit, (seq.batch, row, dkv_head, 0), PIECE)
-            result.store(gDV, variant.output(dkdv[1], ctx), (seq.batch, row, dkv_head, 0), PIECE)
+            result.store(gDK, dkdv[0] * unit, (seq.batch, row, dkv_head, 0), VECTOR_BYTES)
+            result.store(gDV, variant.output(dkdv[1], ctx), (seq.batch, row, dkv_head, 0), VECTOR_BYTES)
         elif warp >= KEY_TILES:
-            result.store(gDK, dkdv * unit, (seq.batch, row, dkv_head, 0), PIECE)
+            result.store(gDK, dkdv * unit, (seq.batch, row, dkv_head, 0), VECTOR_BYTES)
         else:
-            result.store(gDV, variant.output(dkdv, ctx), (seq.batch, row, dkv_head, 0), PIECE)
+            result.store(gDV, variant.output(dkdv, ctx), (seq.batch, row, dkv_head, 0), VECTOR_BYTES)
 
     return compute_dq_dk_dv, smem

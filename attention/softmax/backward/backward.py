@@ -157,7 +157,7 @@ def backward(
     q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them. dq and dk are those of q and k before the
     norms; the gradients of the normalised rows are rounded to their dtype on the way, or kept in float32 with
     accumulate=True. The norms' own gradients are float32, have their shapes and come last: for each norm an array, or a
-    pair (of the weights, of the bias). Their sums have a fixed order.
+    batch_head (of the weights, of the bias). Their sums have a fixed order.
 
     forward's other options have no gradient yet. stream, family: as in forward.
 

@@ -33,7 +33,7 @@ class BackwardConfig(BaseConfig):
     slope_gradient: NoSlopeGradient = field(default=NO_SLOPE_GRADIENT, kw_only=True)
     splits_queries: bool = field(default=False, kw_only=True)
     overlaps_previous = False  # does it begin while the grid before it ends (PDL)?
-    piece = 16  # the bytes that addresses and strides are multiples of
+    vector_bytes = 16  # the bytes that addresses and strides are multiples of
     single_block = False  # does a thread block have all keys, and store dQ itself?
 
     @property
@@ -70,7 +70,7 @@ class BackwardConfig(BaseConfig):
     def tiling(self) -> QueryTiling:
         """The object that says which query tiles see a key block."""
         tiling = query_tiling(self.by_list, self.deterministic, self.splits_queries)
-        return tiling(self.rows, self.kv, self.variant, self.lie.apart)
+        return tiling(self.rows, self.kv, self.variant, self.seq_layout.apart)
 
     @property
     def lse_delta(self) -> sv:

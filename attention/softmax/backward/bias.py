@@ -65,8 +65,8 @@ def make(config: Config):
         bias_batch, bias_head = divmod(rest, bias_heads)
         total, n = zeros(S), int32(0)
         for m in range(batches * heads * tiles):
-            pair, tile = divmod(int32(m), tiles)
-            batch, head = divmod(pair, heads)
+            batch_head, tile = divmod(int32(m), tiles)
+            batch, head = divmod(batch_head, heads)
             batch, head, tile = int32(bias_batch + batch), int32(bias_head + head), int32(bias_tile + tile)
             seq = sequences.sequence(batch, params)
             ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)

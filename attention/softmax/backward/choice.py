@@ -12,7 +12,7 @@ from ...families import FamilyAndBlock, choose_family, family_name
 from ..assembled import VariantSpec
 from ..launches import DTYPES, in_tiles, sequences_of
 from ..prepared_lists import Listing
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from ..variants import Variant
 from . import ampere, hopper, hopper_folded, hopper_narrow, hopper_wide, slopes
 from .recomputed_scores import BiasRead
@@ -40,10 +40,14 @@ def choose_kernel(
 ) -> KernelChoice:
     """The KernelChoice for the variant `spec`; launches.plan_launches documents the arguments."""
     q_len, head_dim, kv_len, value_dim = problem("SDTV")
-    (lie, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
+    (seq_layout, _), dtype, variant = sequences_of(problem), DTYPES[problem.dtype], spec.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"
     tma = choose_family(problem, family) == "sm_90"
-    plain = tma and lie is Batched and not (aux or reads.keys() - {"dbias"} or listing or accumulate or variant.uses_random)
+    plain = (
+        tma
+        and seq_layout is BatchedLayout
+        and not (aux or reads.keys() - {"dbias"} or listing or accumulate or variant.uses_random)
+    )
     shape = None
     if plain and not reads:
         if hopper_wide.serves(head_dim, variant, value_dim):
@@ -51,8 +55,8 @@ def choose_kernel(
         if not (deterministic or family_name(family)):  # deterministic parts of long sequences must have the bits of the whole
             shape = ampere.short_shape(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
-    by_list = listing is not None and lie is Batched
-    all_see_first = lie is Batched and not by_list and all_see_first_block(variant, q_len, kv_len)
+    by_list = listing is not None and seq_layout is BatchedLayout
+    all_see_first = seq_layout is BatchedLayout and not by_list and all_see_first_block(variant, q_len, kv_len)
     max_keys, block = (
         LAST_BLOCK_STORES.get(head_dim, 0) if plain and variant.monotonic else 0,
         hopper.block_of(head_dim, value_dim),
@@ -60,9 +64,9 @@ def choose_kernel(
     stores_first = tma and all_see_first and (deterministic or kv_len <= max(max_keys, block))
     order: dict[str, Any] = {"deterministic": deterministic, "stores_first": stores_first}
     slope_gradient = slopes.NO_SLOPE_GRADIENT
-    if "dalibi" in reads and (not tma or hopper.computes_slopes(head_dim, value_dim, lie)):
+    if "dalibi" in reads and (not tma or hopper.computes_slopes(head_dim, value_dim, seq_layout)):
         slope_gradient = slopes.choose_slope_gradient(variant, reads["dalibi"][0])
-    kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "lie": lie}
+    kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "seq_layout": seq_layout}
     kind |= {"accumulate": accumulate, "slope_gradient": slope_gradient}
     if not tma:
         vector_bytes, shared_limit = problem.bytes_at_once(), machine(problem.device).shared_bytes

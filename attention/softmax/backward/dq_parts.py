@@ -67,10 +67,10 @@ class RowParts:
         return rt(WARP_ROWS, self.part_columns, fp32)
 
     @inlined
-    def load(self, gDQAccum, pair, tile, n):
+    def load(self, gDQAccum, batch_head, tile, n):
         """Warp tile n of the sums of a query tile."""
         row = self.sum_rows * tile + WARP_ROWS * self.part_columns // TMA_COLUMNS * n
-        return load_held(gDQAccum, self.warp_tile, (pair, int32(row), 0), QUAD)
+        return load_held(gDQAccum, self.warp_tile, (batch_head, int32(row), 0), QUAD)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, n, result):
@@ -100,10 +100,10 @@ class ColumnParts(RowParts):
 
 @static
 class WarpParts(RowParts):
-    """Each part has 16 rows and 64 columns of dQ, and a warp adds it without TMA. piece: the bytes that the address and strides
-    of dQ are multiples of. elements_per_add: how many adjacent elements a lane adds at once."""
+    """Each part has 16 rows and 64 columns of dQ, and a warp adds it without TMA. vector_bytes: the bytes that the address and
+    strides of dQ are multiples of. elements_per_add: how many adjacent elements a lane adds at once."""
 
-    piece: int
+    vector_bytes: int
     elements_per_add: int
 
     @property
@@ -116,9 +116,9 @@ class WarpParts(RowParts):
         return array(3)
 
     @inlined
-    def add(self, gDQAccum, part, pair, tile, n, unit):
+    def add(self, gDQAccum, part, batch_head, tile, n, unit):
         """Add part n of a query tile to its sums."""
-        add_held(gDQAccum, part, self.sum_index(pair, tile, n), self.elements_per_add)
+        add_held(gDQAccum, part, self.sum_index(batch_head, tile, n), self.elements_per_add)
 
     @property
     def sum_columns(self) -> int:
@@ -133,22 +133,22 @@ class WarpParts(RowParts):
         return self.count
 
     @inlined
-    def sum_index(self, pair, tile, n):
+    def sum_index(self, batch_head, tile, n):
         """The index of part n of a query tile in the array of sums."""
-        return pair, int32(self.queries * tile + WARP_ROWS * PANEL // self.columns * n), 0
+        return batch_head, int32(self.queries * tile + WARP_ROWS * PANEL // self.columns * n), 0
 
     @property
     def warp_tile(self) -> rt:
         return rt(WARP_ROWS, PANEL, fp32)
 
     @inlined
-    def load(self, gDQAccum, pair, tile, n):
-        return load_held(gDQAccum, self.warp_tile, self.sum_index(pair, tile, n), self.elements_per_add)
+    def load(self, gDQAccum, batch_head, tile, n):
+        return load_held(gDQAccum, self.warp_tile, self.sum_index(batch_head, tile, n), self.elements_per_add)
 
     @inlined
     def finish(self, gDQ, x, batch, row, head, n, result):
         down, right = divmod(n, self.columns // PANEL)
-        result.store(gDQ, x, (batch, row + WARP_ROWS * down, head, PANEL * right), self.piece)
+        result.store(gDQ, x, (batch, row + WARP_ROWS * down, head, PANEL * right), self.vector_bytes)
 
 
 @static
@@ -163,8 +163,8 @@ class DirectParts(WarpParts):
         return array(4, self.result.dtype)
 
     @inlined
-    def add(self, gDQ, part, pair, tile, n, unit):
-        batch, head = divmod(pair, int32(gDQ.shape[2]))
+    def add(self, gDQ, part, batch_head, tile, n, unit):
+        batch, head = divmod(batch_head, int32(gDQ.shape[2]))
         self.finish(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
 
 

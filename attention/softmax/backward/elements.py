@@ -74,8 +74,8 @@ def make(config: recomputed_scores.Config):
         n = int32(0)
         for m in range(cuda.blockIdx.x, batches * heads * tiles * blocks, cuda.gridDim.x):
             rest, number = divmod(int32(m), blocks)
-            pair, tile = divmod(rest, tiles)
-            tile, batch, head = sequences.find(tile, pair, heads, params)
+            batch_head, tile = divmod(rest, tiles)
+            tile, batch, head = sequences.find(tile, batch_head, heads, params)
             seq = sequences.sequence(batch, params)
             ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)

@@ -13,7 +13,7 @@ from ops import divmod, grid, truncate, zeros
 from tiles.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from . import ampere, hopper
 from .dq_parts import RowParts
 from .results import StoreGradient
@@ -28,13 +28,13 @@ class Config:
 
     parts: RowParts
     result: StoreGradient
-    lie: type[Batched] = field(default=Batched, kw_only=True)
+    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
     overlaps_previous: bool = field(default=False, kw_only=True)
     threads = LANES * WARPS
 
     @property
-    def sequences(self) -> Batched:
-        return self.lie(self.parts.queries)
+    def sequences(self) -> BatchedLayout:
+        return self.seq_layout(self.parts.queries)
 
     @property
     def params(self) -> Record:
@@ -50,7 +50,7 @@ class Config:
 
 def config_of(config: hopper.Config | ampere.Config) -> Config:
     """The configuration that converts the sums of dQ of this main kernel."""
-    return Config(config.parts, config.result, lie=config.lie, overlaps_previous=config.overlaps_previous)
+    return Config(config.parts, config.result, seq_layout=config.seq_layout, overlaps_previous=config.overlaps_previous)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -70,8 +70,8 @@ def make(config: Config):
         """dQ = `unit` times its sums for a query tile, one of the `blocks` of a head; 0 for rows of no sequence."""
         if PDL:
             grid.wait()
-        pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, params)
+        batch_head, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find(tile, batch_head, heads, params)
         if sequences.packed:
             some, row = sequences.nobodys(block, batch, params)
             if some:
@@ -83,7 +83,7 @@ def make(config: Config):
             if sequences.packed:
                 gDQ = truncate(gDQ, 1, seq.offset_q + seq.seqlen_q)
             for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                x = parts.load(gDQAccum, pair, tile, int32(n)) * unit
+                x = parts.load(gDQAccum, batch_head, tile, int32(n)) * unit
                 parts.finish(gDQ, x, seq.batch, row, head, int32(n), result)
 
     return finish, None

@@ -66,10 +66,10 @@ def block_of(head_dim: int, value_dim: int) -> int:
     return SHAPES[padded_dim(head_dim, value_dim)]["kv"]
 
 
-def computes_slopes(head_dim: int, value_dim: int, lie: type[sequences.Batched]) -> bool:
+def computes_slopes(head_dim: int, value_dim: int, seq_layout: type[sequences.BatchedLayout]) -> bool:
     """Does this kernel also compute the gradient of slopes? It does where that was timed: elsewhere it spills more registers,
     and for wide heads two consumers have the same keys."""
-    return 64 < max(head_dim, value_dim) <= 128 and lie.packed
+    return 64 < max(head_dim, value_dim) <= 128 and seq_layout.packed
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -170,19 +170,19 @@ def make(config: Config):
         gQ: tiled(config.query, unit=UNIT), gK: tiled(config.key, unit=UNIT), gV: tiled(config.value, unit=UNIT),
         gDO: tiled(config.dout, unit=UNIT), gLseDelta: tiled(config.lse_delta, 3, None, 2),
         gDQAccum: tiled(parts.part_tile, 3, 1, 2), gDK: array(4, OUT), gDV: array(4, OUT), params: PARAMS, aux: AUX,
-        blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT,
+        blocks: INT, heads: INT, batch_heads: INT, raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT,
         unit: FLOAT,
     ):  # fmt: skip
-        """dK and dV of one of `blocks` key blocks for one of `pairs` pairs of batch and head of gDK, `raster_group` of which
-        are worked on at once, and what the block adds to dQ. gDK and gDV have `heads` heads, `partials` for each key head
+        """dK and dV of one of `blocks` key blocks for one of `batch_heads` pairs of batch and head of gDK, `raster_group` of
+        which are worked on at once, and what the block adds to dQ. gDK and gDV have `heads` heads, `partials` for each key head
         (shares.py): one for each of `splits` parts of the query tiles of each group of `group` query heads. P = exp2(`scale` s
         - lse), where s is what the variant makes of `unit` Q K^T."""
         k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
         grid.follow()
         wg = warpgroup.id()
-        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
-        slope_row = int32(blocks * (pair // heads) + block)
-        block, batch, dkv_head = sequences.find_keys(block, pair, heads, KV, params)
+        block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        slope_row = int32(blocks * (batch_head // heads) + block)
+        block, batch, dkv_head = sequences.find_keys(block, batch_head, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and wg < CONSUMERS:
@@ -206,7 +206,7 @@ def make(config: Config):
                     arrays, load_rings, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, tiles_before
                 )
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
-                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, tiles_before)
+                add_dq(gDQAccum, dq_ring, block, divmod(batch_head, splits)[0], q_tiles, key, ctx, group, tiles_before)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             k_rows, v_rows = k.wait(0), v.wait(0)

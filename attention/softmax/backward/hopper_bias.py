@@ -17,7 +17,7 @@ from tiles.arguments import FLOAT, INT, array, tiled
 
 from ..base_config import BaseConfig
 from ..scores import BiasedByTile
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from ..tiling import zero_first_keys, zero_last_keys
 from ..variants import Both, ScoreContext
 from ..visible_keys import CAUSAL
@@ -51,7 +51,7 @@ class Config(BaseConfig):
 def serves(main: BackwardConfig, read: BiasRead) -> bool:
     """Does this kernel serve the gradient of the bias that `read` reads, if this is the main kernel's configuration?"""
     variant = main.variant
-    plain = main.lie is Batched and not (main.by_list or main.axes or variant.uses_random)
+    plain = main.seq_layout is BatchedLayout and not (main.by_list or main.axes or variant.uses_random)
     return variant.tma_bias is not None and main.head_dim in KV and plain and read.score_and_grad is None
 
 

@@ -159,15 +159,15 @@ def make(config: Config):
     def compute_dq_dk_dv(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDQAccum: tiled(parts.part_tile, 3, 1, 2),
-        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT,
+        gDK: array(4, INPUT), gDV: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT,
         raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a key block, and what it adds to dQ. hopper.py documents the parameters."""
         k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
         grid.follow()
         wg = warpgroup.id()
-        block, pair = order.place(tiling, cuda.blockIdx.x, blocks, pairs, raster_group)
-        batch, dkv_head = divmod(pair, heads)
+        block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        batch, dkv_head = divmod(batch_head, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         ctx = ScoreContext(
@@ -181,7 +181,7 @@ def make(config: Config):
                 arrays, load_rings = (gK, gV, gQ, gDO, gLseDelta), (k, v, q, do, lse_delta, bias)
                 load_tiles(arrays, load_rings, seq, block, divmod(dkv_head, partials)[0], q_tiles, key, ctx, group, 0)
             if FIRST_DQ_WARP <= warpgroup.rank() < FIRST_DQ_WARP + DQ_WARPS:
-                add_dq(gDQAccum, dq_ring, block, divmod(pair, splits)[0], q_tiles, key, ctx, group, 0)
+                add_dq(gDQAccum, dq_ring, block, divmod(batch_head, splits)[0], q_tiles, key, ctx, group, 0)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
             dk, rings = zeros(DK), (q, do, ds_ring, dq_ring, lse_delta, bias)

@@ -8,7 +8,7 @@ from numpy import int32
 from ops import store_wait, warpgroup
 from tiles import inlined, ring, shared, st
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from .base_config import BackwardConfig
 from .dq_order import UNORDERED, AscendingAdds, LastBlockStores, SnakeAdds, UnorderedAdds
 from .dq_parts import RowParts, parts_of
@@ -34,7 +34,7 @@ class Config(BackwardConfig):
 
     @property
     def ordered_adds(self) -> AscendingAdds:
-        fixed_lengths = self.lie is Batched and not self.by_list
+        fixed_lengths = self.seq_layout is BatchedLayout and not self.by_list
         causal = self.variant.monotonic and self.variant.starts_at_zero and self.variant.ends_at_last_key
         return (SnakeAdds if fixed_lengths and causal else AscendingAdds)(1, True, DQ_WARPS, self.stores_first)
 
@@ -114,10 +114,14 @@ def make_add_dq(config: Config):
     PARTS, tiling, order = config.parts.count, config.tiling, config.order
 
     @inlined
-    def add_dq(gDQAccum, dq_ring, block, pair, q_tiles, key, ctx, group, tiles_before):
-        """Add this warp's parts of dQ of all query tiles to the sums in global memory, in the order of dq_order.py. pair: of
-        batch and head group."""
-        warp, batch_head, place = int32(warpgroup.rank() - FIRST_DQ_WARP), int32(group * pair), order.first_visited(q_tiles)
+    def add_dq(gDQAccum, dq_ring, block, batch_group, q_tiles, key, ctx, group, tiles_before):
+        """Add this warp's parts of dQ of all query tiles to the sums in global memory, in the order of dq_order.py.
+        batch_group: the index of the batch and head group."""
+        warp, batch_head, place = (
+            int32(warpgroup.rank() - FIRST_DQ_WARP),
+            int32(group * batch_group),
+            order.first_visited(q_tiles),
+        )
         for j in range(int32(group * q_tiles.n)):
             index = tiling.tile_at(q_tiles, place, key, ctx, group)
             tile, prior = int32(tiles_before + index), order.prior_adds(tiling, block, index, ctx, group)

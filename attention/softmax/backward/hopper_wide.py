@@ -123,15 +123,15 @@ def make(config: Config):
     def compute_dk_dv(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value),
         gDO: tiled(config.dout), gLseDelta: tiled(config.lse_delta, 3, None, 2), gDK: array(4, INPUT), gDV: array(4, INPUT),
-        params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, raster_group: INT, group: INT, partials: INT,
+        params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, raster_group: INT, group: INT, partials: INT,
         splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a key block. hopper.py documents the parameters. The query heads of a group come one after the other."""
         k, v, q, do, p_ring, lse_delta = smem.open()
         grid.follow()
         wg = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
-        batch, dkv_head = divmod(pair, heads)
+        block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        batch, dkv_head = divmod(batch_head, heads)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         ctx = ScoreContext(

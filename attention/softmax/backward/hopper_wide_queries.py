@@ -103,17 +103,17 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def compute_dq(
         gQ: tiled(config.query), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gDO: tiled(config.dout),
-        gLseDelta: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT,
+        gLseDelta: array(3), gDQ: array(4, INPUT), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT,
         raster_group: INT, group: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
-        """dQ of one of `blocks` query blocks of one of `pairs` pairs of batch and head, `raster_group` of which are worked on
-        at once; `group` heads share a key head. gLseDelta is (batch, head, row): of each 64 queries first lse, then delta. P =
-        exp2(`scale` s - lse), where s is what the variant makes of `unit` Q K^T."""
+        """dQ of one of `blocks` query blocks of one of `batch_heads` pairs of batch and head, `raster_group` of which are
+        worked on at once; `group` heads share a key head. gLseDelta is (batch, head, row): of each 64 queries first lse, then
+        delta. P = exp2(`scale` s - lse), where s is what the variant makes of `unit` Q K^T."""
         q, do, k, v = smem.open()
         grid.wait()
         wg = warpgroup.id()
-        block, pair = tiling.place(cuda.blockIdx.x, blocks, pairs, raster_group)
-        batch, head = divmod(pair, heads)
+        block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, raster_group)
+        batch, head = divmod(batch_head, heads)
         kv_head, _ = divmod(head, group)
         seq, row = sequences.sequence(batch, params), int32(ROWS * block)
         ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)

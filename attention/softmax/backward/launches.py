@@ -49,13 +49,13 @@ def plan_launches(
     outputs = nothing if accumulate else None
     if any(0 in problem[name].form.shape for name in ("q", "k")):  # no query sees a key
         return Plan([] if accumulate else [Fill(x, 0.0) for x in gradients if 0 not in x.form.shape], (), outputs)
-    (lie, seq_args), gpu = sequences_of(problem), machine(problem.device)
+    (seq_layout, seq_args), gpu = sequences_of(problem), machine(problem.device)
     module, config, plain = choose_kernel(problem, spec, deterministic, family, aux, listing, reads)
     if module is hopper_wide:
         return plan_wide_launches(problem, spec, scale, config, deterministic, dsink)
     slope_gradient, by_list = config.slope_gradient, config.by_list
     parts, split = config.parts, shares.QuerySplit()
-    if lie.packed:  # see sequences.Packed: each sequence begins a tile of its own
+    if seq_layout.packed:  # see sequences.Packed: each sequence begins a tile of its own
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
@@ -92,12 +92,12 @@ def plan_launches(
         list_args = {name: spread(x, (batch, kv_heads, *x.form.shape[2:])) for name, x in lists.items()}
     slope_args: dict[str, Any] = {}
     if slope_gradient is not slopes.NO_SLOPE_GRADIENT:
-        rows = config.slope_warps * blocks * (1 if lie.packed else batch)
+        rows = config.slope_warps * blocks * (1 if seq_layout.packed else batch)
         size = math.prod(problem["dalibi"].form.shape)
         slope_args["slope_sums"] = before_main.memory((rows, size), "float32")
         before_main.steps.append(Fill(slope_args["slope_sums"], 0.0))
     main = kernel_for(module, config, problem.device).bind(
-        partial_args["pairs"] * blocks,
+        partial_args["batch_heads"] * blocks,
         gQ=problem["q"],
         gK=problem["k"],
         gV=problem["v"],
@@ -160,7 +160,7 @@ def plan_wide_launches(
     by_keys = replace(by_keys, splits_queries=split.splits > 1)
     lse_delta = before_main.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     preparation = _bind_prepare(problem, prepare.without_sums(by_keys), lse_delta, lse_delta, tiles, seq_args)  # clears nothing
-    dq_args = {"heads": heads, "pairs": batch * heads, "group": group, "gDQ": problem["dq"]}
+    dq_args = {"heads": heads, "batch_heads": batch * heads, "group": group, "gDQ": problem["dq"]}
     steps = [preparation]
     for module, config, count, args in [
         (hopper_wide, by_keys, blocks, partial_args),
@@ -168,7 +168,7 @@ def plan_wide_launches(
     ]:
         steps.append(
             kernel_for(module, config, problem.device).bind(
-                args["pairs"] * count,
+                args["batch_heads"] * count,
                 gQ=problem["q"],
                 gK=problem["k"],
                 gV=problem["v"],

@@ -99,13 +99,13 @@ class NormRowGradients:
             params: PARAMS, blocks: INT, heads: INT,
         ):  # fmt: skip
             """dx of every row (batch, row, head, column); mean and 1 / deviation go to gRows (head, which, row)."""
-            pair, block = divmod(cuda.blockIdx.x, blocks)
-            batch, head = divmod(pair, heads)
+            batch_head, block = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(batch_head, heads)
             row = int32(PART.rows * (WARPS * block + cuda.threadIdx.x // LANES))
             of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
             mean, scale = of_rows
-            store(gRows, mean, (pair, 0, row))
-            store(gRows, scale, (pair, 1, row))
+            store(gRows, mean, (batch_head, 0, row))
+            store(gRows, scale, (batch_head, 1, row))
             mean_dn, mean_dn_n = zeros(PART.col_vec), zeros(PART.col_vec)
             for col in range(0, X.cols, PART.cols):
                 n, dn = normed_and_dn(gX, gDY, (batch, row, head, col), of_rows, params)
@@ -154,8 +154,8 @@ class NormColumnSums:
             for n in range(WARPS * part + warp, batches * tiles, WARPS * parts):
                 batch, tile = divmod(int32(n), tiles)
                 row = int32(PART.rows * tile)
-                pair = int32(heads * batch + head)
-                of_rows = load(gRows, PART.col_vec, (pair, 0, row)), load(gRows, PART.col_vec, (pair, 1, row))
+                batch_head = int32(heads * batch + head)
+                of_rows = load(gRows, PART.col_vec, (batch_head, 0, row)), load(gRows, PART.col_vec, (batch_head, 1, row))
                 normed, dy = normed_and_dy(gX, gDY, (batch, row, head, col), of_rows)
                 total = total + (times(dy, normed) if WEIGHTS else dy)
             found = block.reduce_sum(col_sum(total), scratch)
@@ -345,7 +345,7 @@ def check(name: str, norm: Any, of_norm: Any) -> None:
         raise ValueError(f"{asked}: must be None where there is no {name}_norm: {asked}={of_norm!r:.60}")
     parts, params = split_norm(f"{name}_norm", norm), split_norm(asked, of_norm)
     if (parts[1] is None) != (params[1] is None):
-        raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a pair of arrays'}, as {name}_norm is")
+        raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a batch_head of arrays'}, as {name}_norm is")
     for x, like in zip(params, parts):
         shape, wanted = (tuple(getattr(array, "shape", ())) for array in (x, like))
         if shape != wanted:

@@ -19,7 +19,7 @@ from tiles.arguments import INT, Record, array, record
 from tiles.cp_async import PIECES
 from tiles.layout import LANES
 
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from . import ampere, hopper, hopper_wide
 from .dq_order import UNORDERED, UnorderedAdds
 from .dq_parts import WARP_ROWS, RowParts
@@ -31,15 +31,15 @@ MASKED_LSE = 1e30  # the log-sum-exp of a row that sees no key, or does not exis
 @dataclass(frozen=True)
 class Config:
     """The kernel's configuration: the padded columns of O, queries of a tile, how dQ is cut (if it is summed), whether rows of
-    O and dO begin at multiples of 16 bytes, how sequences lie, in which order dQ is summed, whether the kernel begins while the
-    grid before it ends, and whether the log-sum-exp has a gradient."""
+    O and dO begin at multiples of 16 bytes, how sequences seq_layout, in which order dQ is summed, whether the kernel begins
+    while the grid before it ends, and whether the log-sum-exp has a gradient."""
 
     value_dim: int
     rows: int
     dtype: dtype
     parts: RowParts | None
     aligned: bool = True
-    lie: type[Batched] = field(default=Batched, kw_only=True)
+    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
     order: UnorderedAdds = field(default=UNORDERED, kw_only=True)
     overlaps_previous: bool = field(default=False, kw_only=True)
     has_dlse: bool = field(default=False, kw_only=True)
@@ -50,8 +50,8 @@ class Config:
         return LANES * self.rows // WARP_ROWS
 
     @property
-    def sequences(self) -> Batched:
-        return self.lie(self.rows)
+    def sequences(self) -> BatchedLayout:
+        return self.seq_layout(self.rows)
 
     @property
     def params(self) -> Record:
@@ -71,13 +71,13 @@ def config_of(config: hopper.Config | ampere.Config) -> Config:
     """The configuration that runs before this main kernel."""
     aligned, parts = True, config.parts
     if isinstance(config, ampere.Config):
-        aligned, parts = config.piece == PIECES[0], replace(config.parts, piece=PIECES[0])
+        aligned, parts = config.vector_bytes == PIECES[0], replace(config.parts, vector_bytes=PIECES[0])
     shape = config.value_dim, config.rows, config.dtype
     return Config(
         *shape,
         None if config.single_block else parts,
         aligned,
-        lie=config.lie,
+        seq_layout=config.seq_layout,
         order=config.order,
         overlaps_previous=config.overlaps_previous,
     )
@@ -122,8 +122,8 @@ def make(config: Config):
         column), lse is (batch, head, row)."""
         if PDL:
             grid.follow()
-        pair, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, pair, heads, params)
+        batch_head, tile = divmod(cuda.blockIdx.x, blocks)
+        block, batch, head = sequences.find(tile, batch_head, heads, params)
         seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + WARP_ROWS * warp), int32(2 * ROWS * tile + WARP_ROWS * warp)
         if sequences.packed:
@@ -141,8 +141,8 @@ def make(config: Config):
         store(gLseDelta, delta, (seq.batch, head, int32(to + ROWS)))
         store(gLseDelta, lse, (seq.batch, head, to))
         if warp == 0:
-            order.init_semaphores(params, pair, tile)
+            order.init_semaphores(params, batch_head, tile)
         for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
-            store(gDQAccum, zeros(X), (pair, int32(HEIGHT * tile + WARP_ROWS * band), 0), 1, 2, True)
+            store(gDQAccum, zeros(X), (batch_head, int32(HEIGHT * tile + WARP_ROWS * band), 0), 1, 2, True)
 
     return prepare, None

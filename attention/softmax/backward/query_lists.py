@@ -114,8 +114,8 @@ class BuildQueryLists:
         @cuda.jit
         def build_query_lists(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT, group: INT):
             """The list of one of the `blocks` key blocks of one of `heads` heads, which `group` heads of the classes share."""
-            pair, block = divmod(cuda.blockIdx.x, blocks)
-            batch, head = divmod(pair, heads)
+            batch_head, block = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
             q_tiles = tiling.query_tiles(int32(KV * block), ctx, group)
             masked, full, ahead, behind = int32(0), int32(0), int32(MOST), int32(MOST)
@@ -155,8 +155,8 @@ class RankKeyBlocks(BuildQueryLists):
         @cuda.jit
         def rank_key_blocks(params: PARAMS, q_len: INT, kv_len: INT, tiles: INT, blocks: INT, heads: INT, group: INT):
             """The ranks of `blocks` key blocks for one of the `tiles` query tiles of one of `heads` heads."""
-            pair, tile = divmod(cuda.blockIdx.x, tiles)
-            batch, head = divmod(pair, heads)
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, group * head, int32(0), kv_len - q_len, q_len, kv_len, params, 0, 0)
             rank = int32(0)
             for block in range(blocks):

@@ -17,7 +17,7 @@ from tiles.layout import LANES
 
 from ..base_config import BaseConfig
 from ..key_block_lists import CLASSES
-from ..sequences import Batched
+from ..sequences import BatchedLayout
 from ..tiling import Tiling
 from ..variants import Variant
 from .dq_parts import WARP_ROWS
@@ -91,13 +91,13 @@ class ElementRead(BiasRead):
 class Config(BaseConfig):
     """The configuration of such a kernel. queries: of a tile. main_rows: queries of the main kernel's tiles, in which `prepare`
     stores lse and delta. surveyed_keys: keys of the main kernel's blocks, if a survey says which of these a query tile sees.
-    piece: the bytes that addresses and strides are multiples of. score_before: the variant that comes before the score in
-    Python, if there is one. read: how scores depend on the array whose gradient this is."""
+    vector_bytes: the bytes that addresses and strides are multiples of. score_before: the variant that comes before the score
+    in Python, if there is one. read: how scores depend on the array whose gradient this is."""
 
     queries: int
     main_rows: int
     surveyed_keys: int | None
-    piece: int
+    vector_bytes: int
     score_before: Variant | None
     read: BiasRead
 
@@ -140,12 +140,12 @@ class ScoreRecomputation:
     kv: int
     main_rows: int
     surveyed_keys: int | None
-    piece: int
+    vector_bytes: int
     variant: Variant
     score_before: Variant | None
     read: BiasRead
-    sequences: Batched
-    main_sequences: Batched  # the same sequences, in tiles of main_rows
+    sequences: BatchedLayout
+    main_sequences: BatchedLayout  # the same sequences, in tiles of main_rows
 
     @property
     def tile(self) -> rt:
@@ -182,10 +182,10 @@ class ScoreRecomputation:
             gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
         variant = self.variant
         first, key, warp = int32(self.rows * tile), int32(self.kv * block), int32(cuda.threadIdx.x // LANES)
-        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.piece)
-        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
-        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.piece)
+        q.fill(n, gQ, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.vector_bytes)
+        do.fill(n, gDO, (seq.batch, seq.offset_q + first, ctx.head, 0), 1, 3, n + 1, self.vector_bytes)
+        k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
+        v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
         row = int32(first + WARP_ROWS * warp)
         here = ctx._replace(row=row)
         ctx = here._replace(precomputed=variant.precompute(here))
@@ -214,7 +214,7 @@ class ScoreRecomputation:
 
 def recomputation(config: Config) -> ScoreRecomputation:
     """The ScoreRecomputation of this configuration."""
-    shape = config.rows, config.kv, config.main_rows, config.surveyed_keys, config.piece
+    shape = config.rows, config.kv, config.main_rows, config.surveyed_keys, config.vector_bytes
     return ScoreRecomputation(
-        *shape, config.variant, config.score_before, config.read, config.sequences, config.lie(config.main_rows)
+        *shape, config.variant, config.score_before, config.read, config.sequences, config.seq_layout(config.main_rows)
     )

@@ -58,8 +58,8 @@ class ScoreGradients:
         """The fields of recomputed_scores.Config for one way in which scores read an array."""
         main, score_before = self.config, self.spec.before if "score_unit" in self.spec.numbers else None
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
-        rows = {"queries": self.queries, "main_rows": main.rows, "piece": self.problem.bytes_at_once()}
-        rows["lie"] = main.lie
+        rows = {"queries": self.queries, "main_rows": main.rows, "vector_bytes": self.problem.bytes_at_once()}
+        rows["seq_layout"] = main.seq_layout
         rows["surveyed_keys"] = main.kv if "classes" in self.told else None
         return dims | rows | {"variant": self.spec.variant, "score_before": score_before, "read": read, "axes": main.axes}
 
@@ -92,7 +92,7 @@ class ScoreGradients:
         """(batches, heads, query tiles, key blocks) that thread blocks go through; of packed sequences (1, heads, the query
         tiles of all, the number of thread blocks that a tile's visible key blocks are dealt to): see elements.py."""
         batch, rows, heads = self.problem("BSH")
-        if not self.config.lie.packed:
+        if not self.config.seq_layout.packed:
             return batch, heads, self.tiles, self.blocks
         (ends,) = self.problem("E")
         tiles = rows // self.queries + ends - 1

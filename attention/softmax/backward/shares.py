@@ -35,19 +35,22 @@ COLUMN_MULTIPLE = 8  # partial dK and dV have a multiple of these columns, so th
 @dataclass(frozen=True)
 class Config:
     """The configuration of the kernel that combines. partials: of each key head. head_dim, value_dim: columns of dK and of dV,
-    padded. piece: the bytes that addresses and strides are multiples of. overlaps_previous: does the kernel begin while the
-    grid before it ends (programmatic dependent launch, PDL)?"""
+    padded. vector_bytes: the bytes that addresses and strides are multiples of. overlaps_previous: does the kernel begin while
+    the grid before it ends (programmatic dependent launch, PDL)?"""
 
     partials: int
     head_dim: int
     value_dim: int
     dtype: dtype
-    piece: int
+    vector_bytes: int
     overlaps_previous: bool
     threads = LANES * WARPS
 
     def __str__(self):
-        dims, by = f"D {self.head_dim}/{self.value_dim} {self.dtype}", f", by {self.piece} bytes" * (self.piece != 16)
+        dims, by = (
+            f"D {self.head_dim}/{self.value_dim} {self.dtype}",
+            f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16),
+        )
         return f"{self.partials} partials, {dims}{by}" + " PDL" * self.overlaps_previous
 
 
@@ -60,7 +63,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    PARTIALS, OUT, PIECE, PDL = config.partials, config.dtype, config.piece, config.overlaps_previous
+    PARTIALS, OUT, VECTOR_BYTES, PDL = config.partials, config.dtype, config.vector_bytes, config.overlaps_previous
     X = rt(ROWS, COLUMNS, config.dtype)
     K_PANELS, V_PANELS = config.head_dim // COLUMNS, config.value_dim // COLUMNS
 
@@ -70,7 +73,7 @@ def make(config: Config):
         total = zeros(rt(ROWS, COLUMNS, fp32))
         for n in range(PARTIALS):
             total = total + fp32(load(gPartial, X, (batch, row, int32(PARTIALS * head + n), column), 1, 3, True))
-        store(gOut, OUT(total), (batch, row, head, column), 1, 3, PIECE)
+        store(gOut, OUT(total), (batch, row, head, column), 1, 3, VECTOR_BYTES)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
@@ -80,8 +83,8 @@ def make(config: Config):
         begin with dK, the last ones with dV."""
         if PDL:
             grid.wait()
-        pair, tile = divmod(cuda.blockIdx.x, tiles)
-        batch, head = divmod(pair, heads)
+        batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+        batch, head = divmod(batch_head, heads)
         row, warp = int32(ROWS * tile), cuda.threadIdx.x // LANES
         for panel in range(warp, K_PANELS, WARPS):
             combine_panel(gPartialDK, gDK, batch, row, head, int32(COLUMNS * panel))
@@ -111,10 +114,10 @@ def choose_split(
     multiprocessor; two where some take up to twice as long as others, and the longest begin first. With deterministic sums no
     length decides, because parts of sequences must have the bits of the whole."""
     batch, heads, kv_heads = problem("BHG")
-    group, pairs = heads // kv_heads, batch * kv_heads
+    group, batch_heads = heads // kv_heads, batch * kv_heads
     if deterministic:
-        return split_queries(group, pairs, 0, MAX_DETERMINISTIC)
-    return split_queries(group, pairs * blocks, tiles, processors * (2 if longest_first else 1))
+        return split_queries(group, batch_heads, 0, MAX_DETERMINISTIC)
+    return split_queries(group, batch_heads * blocks, tiles, processors * (2 if longest_first else 1))
 
 
 def split_queries(group: int, thread_blocks: int, tiles: int, wanted: int) -> QuerySplit:
@@ -133,13 +136,15 @@ def partial_arguments(early: Before, late: Before, config: BackwardConfig, split
     problem = early.problem
     (batch, query_heads, heads), dk, dv = problem("BHG"), problem["dk"], problem["dv"]
     partial_heads, group = heads * split.partials, query_heads // (heads * split.head_groups)
-    extents = {"heads": partial_heads, "pairs": batch * partial_heads, "group": group}
+    extents = {"heads": partial_heads, "batch_heads": batch * partial_heads, "group": group}
     args = extents | {"partials": split.partials, "splits": split.splits}
     if split.partials == 1:
         return {"gDK": dk, "gDV": dv, **args}
     keys, columns = dk.form.shape[1], [-(-x.form.shape[3] // COLUMN_MULTIPLE) * COLUMN_MULTIPLE for x in (dk, dv)]
     partial_dk, partial_dv = [early.memory((batch, keys, partial_heads, n), problem.dtype) for n in columns]
-    combine = Config(split.partials, config.head_dim, config.value_dim, config.dtype, config.piece, config.overlaps_previous)
+    combine = Config(
+        split.partials, config.head_dim, config.value_dim, config.dtype, config.vector_bytes, config.overlaps_previous
+    )
     arrays, tiles = {"gPartialDK": partial_dk, "gPartialDV": partial_dv, "gDK": dk, "gDV": dv}, -(-keys // ROWS)
     late.launch(sys.modules[__name__], combine, batch * heads * tiles, tiles=tiles, heads=heads, **arrays)
     return {"gDK": partial_dk, "gDV": partial_dv, **args}
