@@ -44,7 +44,7 @@ WORD = 2**64 - 1
 OF_COMPILING = str, tuple, type, dtype, rt, rv, st, sv  # what is no argument, and might be taken for one
 INT, LONG, FLOAT = types.int32, types.int64, types.float32  # what kernels declare their numbers as
 ENDS = types.Array(types.int32, 1, "A")  # cu_seqlens
-TURNS = types.Array(types.int32, 2, "A")  # counters: how many blocks have had their turn at a tile of a head of a batch
+SEMAPHORES = types.Array(types.int32, 2, "A")  # counters by (batch and head, tile): how many warps have added to it
 
 
 def array(rank: int, of: dtype = fp32) -> types.Array:

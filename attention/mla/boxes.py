@@ -14,13 +14,14 @@ BEHIND = LATENT // ROTARY  # rotated columns are so many times their own number 
 
 
 @static
-class Dense:
+class TmaLatents:
     """Sequence n lies in batch n of an array (batch, row, head, column)."""
 
+    label = "dense"
     writers = ahead = 0  # warps that store tiles; further tiles of rotated columns that are under way
 
     def __str__(self):
-        return type(self).__name__.lower()
+        return self.label
 
     @property
     def params(self) -> dict[str, Any]:
@@ -45,8 +46,10 @@ class Dense:
             self.fill(pipes.latent, pipes.rotary, j, gLatent, gRotary, sequence, key, end, params)
 
 
-class Indexed(Dense):
-    """Sequence n lies in batch params.batch_index[n]."""
+class TmaIndexedLatents(TmaLatents):
+    """Sequence n is batch params.batch_index[n]."""
+
+    label = "indexed"
 
     @property
     def params(self) -> dict[str, Any]:
@@ -60,7 +63,7 @@ class Indexed(Dense):
 
 
 @static
-class Paged(Dense):
+class TmaPagedLatents(TmaLatents):
     """Sequence n lies in the pages params.pages[n] of an array (page, row, head, column). A tile of keys is `parts` boxes, each
     of which lies in one page."""
 

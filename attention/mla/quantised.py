@@ -36,10 +36,10 @@ from tiles.cp_async import PIECES as EVERY
 from tiles.layout import LANES
 from tiles.targets import LARGE, SMALL, capability, has_fp8
 
-from ..softmax.decode.caches import Dense, Paged
-from ..softmax.decode.reach import Reach
+from ..softmax.decode.caches import DenseLoader, PagedLoader
+from ..softmax.decode.reach import KeyWindow
 from ..softmax.decode.results import FinalOutput, OutputTile
-from ..softmax.decode.splits import Parted
+from ..softmax.decode.splits import FixedSplits
 from ..softmax.online import LOWEST, Softmax, over_sum
 from ..softmax.variants import ScoreContext
 from .ampere import asked_for
@@ -56,8 +56,8 @@ class Config:
     wait for each other."""
 
     dtype: dtype
-    reach: Reach
-    cache: Dense
+    window: KeyWindow
+    cache: DenseLoader
     result: FinalOutput
     overlaps_previous: bool
     band: int
@@ -78,10 +78,10 @@ class Config:
     @property
     def params(self):
         """The record of numbers and arrays that reach, cache and result need in the kernel."""
-        return record(**self.reach.params, **self.cache.params, **self.result.params)
+        return record(**self.window.params, **self.cache.params, **self.result.params)
 
     def __str__(self):
-        kind = f"mla {self.dtype} of fp8 {self.reach} {self.cache} {self.result}"
+        kind = f"mla {self.dtype} of fp8 {self.window} {self.cache} {self.result}"
         return f"{kind}, {self.band} x {self.kv}" + " PDL" * self.overlaps_previous
 
 
@@ -93,12 +93,14 @@ ROOMS = {  # bytes of shared memory that a block may have: {rows: (warps, stages
 PAGED = 8, 2, 1  # the same of 16 rows over pages, where the other is not timed
 
 
-def config_for(of: dtype, reach: Reach, cache: Dense, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE) -> Config:
+def config_for(
+    of: dtype, window: KeyWindow, cache: DenseLoader, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE
+) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    shape = PAGED if type(cache) is Paged and room >= LARGE and band == BAND else shapes[band]
-    return Config(of, reach, cache, result, pdl, band, *shape)
+    shape = PAGED if type(cache) is PagedLoader and room >= LARGE and band == BAND else shapes[band]
+    return Config(of, window, cache, result, pdl, band, *shape)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -114,8 +116,8 @@ def make(config: Config):
     OWN, AHEAD = LATENT // WARPS, STAGES - 1  # columns of the output that a warp has; tiles under way
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
-    reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
-    split, PDL, IS_FINAL = Parted(reach, KV), config.overlaps_previous, type(config.result) is FinalOutput
+    window, cache, result, softmax = config.window, config.cache, config.result, Softmax(O)
+    split, PDL, IS_FINAL = FixedSplits(window, KV), config.overlaps_previous, type(config.result) is FinalOutput
     smem = shared(
         q=st(BAND, LATENT, fp16),
         q_rotary=st(BAND, ROTARY, INPUT),
@@ -158,34 +160,34 @@ def make(config: Config):
         warp, row, rows = int32(cuda.threadIdx.x // LANES), int32(BAND * band), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
         token = (row_index(O.col_vec) + row) // group
-        work = split.first(number, splits, sequences, tokens, params)
+        work = split.first_work(number, splits, sequences, tokens, params)
         sequence = work.sequence
-        out_tile = OutputTile(sequence, 0, work.part, work.of, IS_FINAL, row, first_token, last_token, group)
-        sees = reach.keys(sequence, first_token, last_token, tokens, params)
+        out_tile = OutputTile(sequence, 0, work.part, work.part_batch, IS_FINAL, row, first_token, last_token, group)
+        sees = window.key_span(sequence, first_token, last_token, tokens, params)
         first, end = int32(KV * work.tile), sees.end
-        n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
+        n = int32(max(0, min(work.end_tile - work.tile, (end - first + KV - 1) // KV)))
         ctx, state = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0), softmax.init(LOWEST)
-        here = cache.look(latent, gLatent, sequence, first, end, params)
-        numbers = cache.look(descale, gDescale, sequence, first, end, params)
+        here = cache.look_up(latent, gLatent, sequence, first, end, params)
+        numbers = cache.look_up(descale, gDescale, sequence, first, end, params)
         for i in range(AHEAD):
-            cache.fill_numbers(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, params)
+            cache.fill_descales(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, params)
             cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, params)
             cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, params)
-            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
-            numbers = cache.look(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, params)
+            here = cache.look_up(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
+            numbers = cache.look_up(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, params)
         bring(q, q_rotary, gQ, out_tile, warp)
         for i in range(n):
             key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
             tile = latent.wait(i, GROUPS * (AHEAD - 1))
-            cache.fill_numbers(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, params)
+            cache.fill_descales(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, params)
             cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, params)
             cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, params)
-            here = cache.look(latent, gLatent, sequence, int32(later + KV), end, params)
-            numbers = cache.look(descale, gDescale, sequence, int32(later + KV), end, params)
+            here = cache.look_up(latent, gLatent, sequence, int32(later + KV), end, params)
+            numbers = cache.look_up(descale, gDescale, sequence, int32(later + KV), end, params)
             d = load(descale.own(i, GROUPS * AHEAD), S.row_vec)
             s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
             s = mma_ABt(s * d, q_rotary, rotary.own(i, GROUPS * AHEAD))
-            s = reach.mask(s, ctx, key, end)
+            s = window.mask(s, ctx, key, end)
             state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)
             p = state.weights(s, None, scale)
             state = state.add(p)

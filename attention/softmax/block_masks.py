@@ -129,8 +129,8 @@ def make(config: Config):
     @cuda.jit
     def classify(params: PARAMS, rows: INT, cols: INT, heads: INT):
         """Write the classes of all blocks, for each batch and head that has lists. rows, cols: how many blocks there are."""
-        pair, group = divmod(cuda.blockIdx.x, (rows + WARPS - 1) // WARPS)
-        batch, head = divmod(pair, heads)
+        batch_head, group = divmod(cuda.blockIdx.x, (rows + WARPS - 1) // WARPS)
+        batch, head = divmod(batch_head, heads)
         row = int32(group * WARPS + cuda.threadIdx.x // LANES)
         if row < rows:
             mark_all(params, batch, head, row, cols)

@@ -26,8 +26,8 @@ from .descales import OfBlocks, OfHeads
 from .fp8_values import Before, ByProducer
 from .hopper import REGISTERS
 from .online import LOWEST, Softmax
-from .output import Stored
-from .sequences import Batched
+from .output import StoreOutput
+from .sequences import BatchedLayout
 from .variants import ScoreContext, Variant
 from .visible_keys import CAUSAL, FULL
 
@@ -109,20 +109,20 @@ def blocked_shape(padded: int, keys: float, variant: Variant) -> Any:
     return None if variant.monotonic and keys <= SHORT else BLOCKED_TURNED.get(padded)
 
 
-def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
-    """Is it faster to transpose V before? For plain attention with so many queries and keys in each of `pairs` pairs of head
-    and batch, `group` of which share a head of V."""
+def pays_to_turn(padded: int, queries: int, keys: float, batch_heads: int, group: int, processors: int) -> bool:
+    """Is it faster to transpose V before? For plain attention with so many queries and keys in each of `batch_heads` pairs of
+    head and batch, `group` of which share a head of V."""
     shape = turned_shape(padded, keys)
     if shape is None or queries * group < MANY:
         return False
     (_, consumers), (_, more, _) = SHAPES[padded], shape
-    return busy(more, queries, pairs, processors) <= ROUNDS * busy(consumers, queries, pairs, processors)
+    return busy(more, queries, batch_heads, processors) <= ROUNDS * busy(consumers, queries, batch_heads, processors)
 
 
-def busy(consumers: int, queries: int, pairs: int, processors: int) -> int:
+def busy(consumers: int, queries: int, batch_heads: int, processors: int) -> int:
     """The number of rows that the busiest multiprocessor works on, if each tile belongs to so many consumers."""
     rows = warpgroup.ROWS * consumers
-    return -(-(-(-queries // rows) * pairs) // processors) * rows
+    return -(-(-(-queries // rows) * batch_heads) // processors) * rows
 
 
 def config_for(
@@ -137,7 +137,7 @@ def config_for(
     """The configuration for so many keys. before: should V be transposed before, if it can be? kind: further fields of the
     Config."""
     padded = padded_dim(head_dim, value_dim)
-    plain = variant.cheap_mask and kind.get("lie", Batched) is Batched
+    plain = variant.cheap_mask and kind.get("seq_layout", BatchedLayout) is BatchedLayout
     shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)
     if before and plain and shape:
         kind |= {"units": units.of_tiles(shape[0]), "turned": Before()}
@@ -202,7 +202,7 @@ def make(config: Config):
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
     MEASURES, units = variant.needs_raw_scores, config.units
     BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
-    output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
+    output, turn = StoreOutput(config.seq_layout.apart), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
     O, PART = rt(16, config.value_dim, fp32), config.part  # a consumer's rows of the output; columns of a product
     WHOLE, TOGETHER = config.value_dim == PART, config.value_dim <= 128  # halves: have registers room for both?
@@ -289,15 +289,15 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend_fp8(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gO: OUTPUT,
-        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
-        gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
+        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, band: INT, group: INT,
+        scale: FLOAT, gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
     ):  # fmt: skip
         """As hopper.py's `attend`, of arrays that stand for themselves times a unit: the product of a number and of one of each
         sequence and head of keys, or of each block of rows, too."""
         q, k, values = turned.opened(smem.open())
         me = warpgroup.id()
-        block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
-        block, batch, head = sequences.find(block, pair, heads, params)
+        block, batch_head = tiling.place(persistent_tile(0), blocks, batch_heads, band)
+        block, batch, head = sequences.find(block, batch_head, heads, params)
         if sequences.has(block, batch, params):
             seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
             if me == PRODUCER:

@@ -94,8 +94,8 @@ class Survey:
             """Find the classes of a few blocks of keys, for one of the `blocks` tiles of queries of a head. `groups` thread
             blocks together find all."""
             rest, group = divmod(cuda.blockIdx.x, groups)
-            pair, tile = divmod(rest, blocks)
-            batch, head = divmod(pair, heads)
+            batch_head, tile = divmod(rest, blocks)
+            batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, params, aux, 0)
             kv_blocks = tiling.key_blocks(TILE * tile, ctx)
             block = WARPS * group + cuda.threadIdx.x // 32
@@ -145,8 +145,8 @@ class Compaction:
         @cuda.jit
         def compaction(params: PARAMS, q_len: INT, kv_len: INT, blocks: INT, heads: INT):
             """Make the list of one of the `blocks` tiles of queries of a head."""
-            pair, tile = divmod(cuda.blockIdx.x, blocks)
-            batch, head = divmod(pair, heads)
+            batch_head, tile = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(batch_head, heads)
             ctx = ScoreContext(batch, head, TILE * tile, kv_len - q_len, q_len, kv_len, params, 0, 0)
             kv_blocks = tiling.key_blocks(TILE * tile, ctx)
             some, whole, ahead, behind = int32(0), int32(0), int32(0), int32(0)

@@ -24,7 +24,7 @@ from .norms import Layer, Rms
 from .online import LOG2_E, SLACK
 from .prepared_lists import Listing, check, giving
 from .scores import Biased, BiasedByTile
-from .sequences import Batched, InUse, Packed, PackedInUse, Parts
+from .sequences import BatchedLayout, PackedLayout, PackedSeqUsedLayout, QueryPartsLayout, SeqUsedLayout
 from .tiling import band_of, even
 from .variants import Both, Variant
 
@@ -148,9 +148,9 @@ def planned(
     needed. If the schema has no results, the lists are all that is made, and are returned as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     only_lists = not problem.schema.written
-    joins = not only_lists and problem.schema.arguments["out"].role == "updated"
-    out, lse = problem["out"], problem["lse"] if return_lse or joins else None
-    give = nothing if joins else None
+    accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
+    out, lse = problem["out"], problem["lse"] if return_lse or accumulates else None
+    give = nothing if accumulates else None
     empty = 0 in (batch, q_len, heads)
     if only_lists and (empty or kv_len == 0):
         raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
@@ -158,7 +158,7 @@ def planned(
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
     where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
@@ -192,7 +192,7 @@ def planned(
 
 def listed_keys(problem: Problem, listing: Listing | None) -> bool:
     """Do lists say which blocks of keys a tile sees?"""
-    return listing is not None and sequences_of(problem)[0] is Batched
+    return listing is not None and sequences_of(problem)[0] is BatchedLayout
 
 
 def chosen(
@@ -200,14 +200,14 @@ def chosen(
 ) -> tuple[VariantSpec, Shape]:
     """(the assembled variant as the kernel takes it, the configuration of the kernel) for a problem that has queries and keys:
     see `planned`."""
-    (lie, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
+    (seq_layout, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
     tma, by_list = choose_family(problem, family) == "sm_90", listed_keys(problem, listing)
     if tma and problem.dtype != "float8_e4m3fn":
         spec = spec._replace(variant=in_tiles(problem, spec.variant))
     written = schema.arguments["out"] if schema.written else None
-    unrounded, joins = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
-    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
-    if lie is Batched and not (axes or by_list or unrounded):
+    float32_out, accumulates = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
+    kind = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list, "float32_out": float32_out, "accumulates": accumulates}
+    if seq_layout is BatchedLayout and not (axes or by_list or float32_out):
         kind = {}
     if not tma and problem.dtype == "float8_e4m3fn":
         require_hopper(problem)
@@ -243,24 +243,24 @@ def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: i
     if tma:
         config = hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
-        sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
-        of_sequence, pairs = batch * queries / sequences, sequences * heads
-        found = hopper.fitted(config, of_sequence, kv_len, pairs, gpu.processors)
+        sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
+        of_sequence, batch_heads = batch * queries / sequences, sequences * heads
+        found = hopper.fitted(config, of_sequence, kv_len, batch_heads, gpu.processors)
         if kv in (None, found.kv):
             return found
-        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, pairs, gpu.processors, kv)
-    room, piece = gpu.shared_bytes, problem.bytes_at_once()
-    own = ampere.config_for(head_dim, dtype, spec.variant, room, piece, value_dim, **kind)
+        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, batch_heads, gpu.processors, kv)
+    room, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
+    own = ampere.config_for(head_dim, dtype, spec.variant, room, vector_bytes, value_dim, **kind)
     return own if kv is None else ampere.of_blocks(own, kv, room)
 
 
 def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
     """(how many tiles of queries a pair of head and batch has, how many pairs there are)"""
     batch, q_len, heads = problem("BSH")
-    if issubclass(config.lie, Packed):
+    if issubclass(config.seq_layout, PackedLayout):
         (ends,) = problem("E")
         return q_len // config.rows + ends - 1, heads
-    if config.lie is Parts:
+    if config.seq_layout is QueryPartsLayout:
         (parts,) = problem("Z")
         return parts * -(-(q_len // parts) // config.rows), batch * heads
     return -(-q_len // config.rows), batch * heads
@@ -271,8 +271,8 @@ def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, *
     told of the variant, the sequences and the source of keys."""
     gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], spec.variant
     q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
-    blocks, pairs = tiles_of(problem, config)
-    group, grid = heads // kv_heads, pairs * blocks
+    blocks, batch_heads = tiles_of(problem, config)
+    group, grid = heads // kv_heads, batch_heads * blocks
     if config.persistent:
         grid = persistent(gpu, grid)
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
@@ -287,8 +287,8 @@ def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, *
         grid,
         blocks=blocks,
         heads=heads,
-        pairs=pairs,
-        band=band if config.persistent else even(band, pairs, config.lie is Parts),
+        batch_heads=batch_heads,
+        band=band if config.persistent else even(band, batch_heads, config.seq_layout is QueryPartsLayout),
         group=group,
         scale=spec.unit * LOG2_E,
         **told,
@@ -347,7 +347,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     return found
 
 
-def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
+def sequences_of(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
     """(the class that says how the sequences lie, the kernel's arguments for it). ValueError: arguments for sequences do not
     fit each other."""
     q_len, kv_len = problem("ST")
@@ -359,13 +359,13 @@ def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
         ends = problem["cu_seqlens"]
         where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
         if "lengths_k" in problem:
-            return PackedInUse, where | {"lengths": problem["lengths_k"]}
-        return Packed, where
+            return PackedSeqUsedLayout, where | {"lengths": problem["lengths_k"]}
+        return PackedLayout, where
     if "lengths_k" in problem and "Z" in problem.extents:
-        return Parts, _parts(problem)
+        return QueryPartsLayout, _parts(problem)
     if "lengths_k" in problem:
-        return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
-    return Batched, {"q_len": q_len, "kv_len": kv_len}
+        return SeqUsedLayout, {"q_len": q_len, "lengths": problem["lengths_k"]}
+    return BatchedLayout, {"q_len": q_len, "kv_len": kv_len}
 
 
 def _parts(problem: Problem) -> dict[str, Any]:

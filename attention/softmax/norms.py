@@ -140,8 +140,8 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1))
     def normalise(gX: array(4, INPUT), gOut: array(4, INPUT), params: PARAMS, blocks: INT, heads: INT):
         """The norm of every row of X (batch, row, head, column)."""
-        pair, block = divmod(cuda.blockIdx.x, blocks)
-        batch, head = divmod(pair, heads)
+        batch_head, block = divmod(cuda.blockIdx.x, blocks)
+        batch, head = divmod(batch_head, heads)
         row = ROWS * (WARPS * block + int32(cuda.threadIdx.x // LANES))
         of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
         for col in range(0, X.cols, PART.cols):  # again, from near: all at once would take too many registers

@@ -11,7 +11,7 @@ from tiles.arguments import array, tiled
 
 
 @static
-class Stored:
+class StoreOutput:
     """The consumers write the output, 16 bytes a lane. The slot of a tile's queries is free once its last scores are computed.
     apart: do rows beyond a sequence's last query belong to no other sequence?"""
 
@@ -70,7 +70,7 @@ class Stored:
         """Called when there are no more tiles."""
 
 
-class Unrounded(Stored):
+class StoreFloat32(StoreOutput):
     """The same in float32, for callers that go on adding to it."""
 
     def declared(self, value_dim: int, of: dtype) -> Any:
@@ -81,7 +81,7 @@ class Unrounded(Stored):
         warpgroup.store(gO, o, at, rows=1, cols=3)
 
 
-class Joined(Unrounded):
+class AccumulateOutput(StoreFloat32):
     """The same for queries that have seen other keys before; the arrays hold the result for those."""
 
     @inlined
@@ -98,7 +98,7 @@ class Joined(Unrounded):
         return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
 
 
-class Sent(Stored):
+class TmaStoreOutput(StoreOutput):
     """TMA writes the output, from the shared memory of the tile's queries, while the next tile begins. No other sequence may
     follow, because it would be overwritten."""
 

@@ -55,8 +55,10 @@ def _behind_the_last(row, batch, rows, ends):
 
 
 @static
-class Batched:
+class BatchedLayout:
     """Each sequence has a batch, and all have the same length. rows: query rows of the kernel's tiles."""
+
+    label = ""  # in the names of configurations
 
     rows: int
 
@@ -69,9 +71,9 @@ class Batched:
     packed = False  # do sequences lie one behind the other, so that tiles begin at any row?
 
     @inlined
-    def find(self, block, pair, heads, params):
+    def find(self, block, batch_head, heads, params):
         """(query block of the sequence, the sequence's number, head) of a tile."""
-        batch, head = divmod(pair, heads)
+        batch, head = divmod(batch_head, heads)
         return block, batch, head
 
     @inlined
@@ -85,9 +87,9 @@ class Batched:
         return Sequence(batch, int32(0), params.q_len, int32(0), params.kv_len)
 
     @inlined
-    def find_keys(self, block, pair, heads, rows, params):
+    def find_keys(self, block, batch_head, heads, rows, params):
         """The same as `find`, for a block of `rows` keys."""
-        batch, head = divmod(pair, heads)
+        batch, head = divmod(batch_head, heads)
         return block, batch, head
 
     @inlined
@@ -102,7 +104,7 @@ class Batched:
         return False, int32(0)
 
     @inlined
-    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, joins, params):
+    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, accumulates, params):
         """Write 0, and -inf like that of a row which sees no key, to these rows: a warp's, `mine` rows behind the first, unless
         the output `joins` what is there. tile: the type of a warp's output."""
 
@@ -134,8 +136,10 @@ class Batched:
             warpgroup.zero_rows(values, left, groups)
 
 
-class InUse(Batched):
+class SeqUsedLayout(BatchedLayout):
     """The same; params.lengths says how many keys of each are in use."""
+
+    label = " in use"
 
     @property
     def params(self) -> dict[str, Any]:
@@ -148,17 +152,19 @@ class InUse(Batched):
         return Sequence(batch, int32(0), params.q_len, int32(0), int32(params.lengths[batch]))
 
 
-class Parts(InUse):
+class QueryPartsLayout(SeqUsedLayout):
     """The queries of a batch are divided into `parts` parts of q_len each, and every part is a sequence by itself. Part n of
     batch b uses the first params.lengths[parts b + n] keys; its last query stands at the last of them."""
+
+    label = " parts"
 
     @property
     def params(self) -> dict[str, Any]:
         return {"q_len": INT, "lengths": ENDS, "parts": INT}
 
     @inlined
-    def find(self, block, pair, heads, params):
-        batch, head = divmod(pair, heads)
+    def find(self, block, batch_head, heads, params):
+        batch, head = divmod(batch_head, heads)
         part, block = divmod(block, (params.q_len + self.rows - 1) // self.rows)
         return int32(block), int32(params.parts * batch + part), head
 
@@ -168,12 +174,14 @@ class Parts(InUse):
         return Sequence(place, int32(params.q_len * part), params.q_len, int32(0), int32(params.lengths[batch]))
 
 
-class Packed(Batched):
+class PackedLayout(BatchedLayout):
     """All sequences lie one behind the other in one batch: sequence n has queries params.ends[n] to params.ends[n + 1], and its
     keys in the same way.
 
     Its blocks of queries begin at block ends[n] // rows + n, which leaves room for all of them, and is found by bisection; so
     do its blocks of keys."""
+
+    label = " packed"
 
     @property
     def params(self) -> dict[str, Any]:
@@ -183,14 +191,14 @@ class Packed(Batched):
     packed = True
 
     @inlined
-    def find(self, block, pair, heads, params):
+    def find(self, block, batch_head, heads, params):
         low = _sequence_of(block, params.ends, self.rows)
-        return int32(block - params.ends[low] // self.rows - low), low, pair
+        return int32(block - params.ends[low] // self.rows - low), low, batch_head
 
     @inlined
-    def find_keys(self, block, pair, heads, rows, params):
+    def find_keys(self, block, batch_head, heads, rows, params):
         low = _sequence_of(block, params.ends_k, rows)
-        return int32(block - params.ends_k[low] // rows - low), low, pair
+        return int32(block - params.ends_k[low] // rows - low), low, batch_head
 
     @inlined
     def has(self, block, batch, params):
@@ -210,9 +218,9 @@ class Packed(Batched):
         return _behind_the_last(self.rows * block, batch, self.rows, params.ends)
 
     @inlined
-    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, joins, params):
+    def clear_nobodys(self, tile, gO, gLse, block, batch, head, mine, accumulates, params):
         some, row = self.nobodys(block, batch, params)
-        if some and not joins:
+        if some and not accumulates:
             store(gO, zeros(tile), (int32(0), int32(row + mine), head, 0), 1, 3)
             store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, int32(row + mine)))
 
@@ -233,8 +241,10 @@ class Packed(Batched):
         return int32(params.ends_k[batch + 1])
 
 
-class PackedInUse(Packed):
+class PackedSeqUsedLayout(PackedLayout):
     """The same; params.lengths says how many keys of each sequence are in use."""
+
+    label = " packed in use"
 
     @property
     def params(self) -> dict[str, Any]:
@@ -247,8 +257,10 @@ class PackedInUse(Packed):
         return Sequence(int32(0), query, queries, int32(params.ends_k[batch]), int32(params.lengths[batch]))
 
 
-class Cached(InUse):
+class KvCacheLayout(SeqUsedLayout):
     """Keys lie in caches that may be growing (`in_use`). The keys before params.leftpad[n], if there is such, do not count."""
+
+    label = " cached"
 
     @property
     def params(self) -> dict[str, Any]:
@@ -260,8 +272,10 @@ class Cached(InUse):
         return Sequence(batch, int32(0), params.q_len, first, int32(end - first))
 
 
-class PackedCached(Packed):
+class PackedKvCacheLayout(PackedLayout):
     """Queries lie one behind the other, and the keys of each sequence in such a cache."""
+
+    label = " packed cached"
 
     @property
     def params(self) -> dict[str, Any]:

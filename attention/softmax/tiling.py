@@ -34,12 +34,12 @@ def band_of(grid: int, processors: int, nbytes: float, cache: int, uneven: bool)
 
 
 @follows
-def even(band: int, pairs: int, always: bool) -> int:
+def even(band: int, batch_heads: int, always: bool) -> int:
     """As many pairs to a band, in as many bands, so that none is shorter than the others: always, or where the last one has
     less than a quarter of a band, whose few long tiles would leave most of the GPU idle (bench/notes/parallel.md)."""
-    bands = (pairs + band - 1) // band
-    last = pairs - band * (bands - 1)
-    return (pairs + bands - 1) // bands if always or 4 * last < band else band
+    bands = (batch_heads + band - 1) // band
+    last = batch_heads - band * (bands - 1)
+    return (batch_heads + bands - 1) // bands if always or 4 * last < band else band
 
 
 @functools.cache
@@ -104,14 +104,14 @@ class Tiling:
         return self.variant.ends_at_last_key
 
     @inlined
-    def place(self, tile, blocks, pairs, band):
+    def place(self, tile, blocks, batch_heads, band):
         """The tile's (query block, pair of head and batch): one band of pairs after the other (see `band_of`); where later rows
         see more keys a band's longest blocks first."""
-        pair, block = rasterize(tile, pairs, blocks, band)
+        batch_head, block = rasterize(tile, batch_heads, blocks, band)
         if self.variant.monotonic:
-            return blocks - 1 - block, pair
+            return blocks - 1 - block, batch_head
         else:
-            return block, pair
+            return block, batch_head
 
     @inlined
     def key_blocks(self, row, ctx):

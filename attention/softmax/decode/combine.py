@@ -17,12 +17,12 @@ from tiles.targets import capability, has_early_launch
 
 from ..online import LN2, LOWEST_FLOAT, over_sum
 from ..variants import ScoreContext, Variant
-from .reach import Reach
-from .splits import Parted, Shares
+from .reach import KeyWindow
+from .splits import FixedSplits, StreamKSplits
 
 AT_ONCE, COLUMNS = 16, 64  # parts, and columns of each, that a block adds at a time
 WARPS = 4  # of a block: one warp that added all parts took half a microsecond more
-EACH = Parted()
+EACH = FixedSplits()
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
 
     dtype: dtype
     sums: Variant
-    split: Parted = EACH
+    split: FixedSplits = EACH
     overlaps_previous: bool = False
     threads = LANES * WARPS
 
@@ -43,8 +43,8 @@ class Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    pdl, shared = has_early_launch(capability(arch)), Shares(Reach(False, False, False), 64)
-    yield from (Config(of, Variant(), split, pdl) for of in (bf16, fp16)[: 1 + everything] for split in (Parted(), shared))
+    pdl, shared = has_early_launch(capability(arch)), StreamKSplits(KeyWindow(False, False, False), 64)
+    yield from (Config(of, Variant(), split, pdl) for of in (bf16, fp16)[: 1 + everything] for split in (FixedSplits(), shared))
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def make(config: Config):
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)
-        sequence, first, of, count = split.parts(number, splits, sequences, tokens, params)
+        sequence, first, of, count = split.parts_of(number, splits, sequences, tokens, params)
         if count > 1:
             token, member = divmod(row, group)
             col = int32(COLUMNS * slab + PART.cols * (cuda.threadIdx.x // LANES))

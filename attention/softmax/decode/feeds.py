@@ -11,16 +11,16 @@ from tiles.arguments import array
 from tiles.layout import WARPGROUP
 from tiles.types import st
 
-from ..key_sources import TABLE, Along
+from ..key_sources import PAGE_TABLE, OneBuffer
 from ..sequences import Sequence
 
 
 @static
-class ByTma:
+class TmaFeed:
     """TMA brings keys and values, from where they are `held`. kv: keys of a tile."""
 
     kv: int
-    held: Along
+    held: OneBuffer
     writers = 0  # warps that store tiles
 
     def __str__(self):
@@ -51,24 +51,24 @@ class ByTma:
 
 
 @static
-class Gathered:
+class GatherFeed:
     """cp.async brings keys and values, from pages of any size whose numbers are params.pages[n]. Each of the producer's warps
     brings a quarter of a tile's rows, of types `key` and `value`. A tile is published when the next `late` ones are on their
-    way. piece: the number of bytes of which addresses are multiples."""
+    way. vector_bytes: the number of bytes of which addresses are multiples."""
 
     key: st
     value: st
     late: int
-    piece: int
+    vector_bytes: int
     writers = WARPGROUP
 
     def __str__(self):
-        return "gathered" + f" by {self.piece} bytes" * (self.piece != 16)
+        return "gathered" + f" by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
 
     @property
     def params(self) -> dict[str, Any]:
         """See ByTma."""
-        return {"pages": TABLE}
+        return {"pages": PAGE_TABLE}
 
     def source(self, tile: st) -> Any:
         """See ByTma."""
@@ -81,8 +81,8 @@ class Gathered:
         key = int32(first + rows * rank)
         keys, values = self.look(gK, sequence, key, end, params)
         for i in range(int32(j), int32(j + n)):
-            copy_pages(subtile(k.claim(i), rows, rank), gK, keys, (key, head, 0), end, self.piece)
-            copy_pages(subtile(v.claim(i), rows, rank), gV, values, (key, head, 0), end, self.piece)
+            copy_pages(subtile(k.claim(i), rows, rank), gK, keys, (key, head, 0), end, self.vector_bytes)
+            copy_pages(subtile(v.claim(i), rows, rank), gV, values, (key, head, 0), end, self.vector_bytes)
             commit_group()
             key = int32(key + WARPGROUP * rows)
             keys, values = self.look(gK, sequence, key, end, params)

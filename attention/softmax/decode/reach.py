@@ -19,7 +19,7 @@ from ..variants import Variant
 from ..visible_keys import Masked
 
 
-class Stretch(NamedTuple):
+class KeySpan(NamedTuple):
     """Keys `first` to before `end`: no row sees others. shift: see the module."""
 
     first: Any
@@ -28,7 +28,7 @@ class Stretch(NamedTuple):
 
 
 @static
-class Reach:
+class KeyWindow:
     """Of the keys in use (`in_use`) those from params.left places before a token's own on, and up to params.right places after
     it, as far as these are said; and none before params.leftpad[n], if the cache is padded."""
 
@@ -43,13 +43,13 @@ class Reach:
     @property
     def params(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
-        params: dict[str, Any] = {**self.counted}
+        params: dict[str, Any] = {**self.length_params}
         params |= {"left": INT} if self.left else {}
         params |= {"right": INT} if self.right else {}
         return params | ({"leftpad": ENDS} if self.padded else {})
 
     @property
-    def counted(self) -> dict[str, Any]:
+    def length_params(self) -> dict[str, Any]:
         """{kernel's argument: its type} of those that say how many keys are in use."""
         return GROWING
 
@@ -59,7 +59,7 @@ class Reach:
         return in_use(sequence, params)
 
     @inlined
-    def keys(self, sequence, first, last, tokens, params):
+    def key_span(self, sequence, first, last, tokens, params):
         """The Stretch of tokens `first` to `last` of `tokens`."""
         length = self.in_use(sequence, params)
         begin, end, shift = int32(0), length, int32(length - tokens)
@@ -69,7 +69,7 @@ class Reach:
             begin = int32(max(begin, first + shift - params.left))
         if self.right:
             end = int32(min(end, last + shift + params.right + 1))
-        return Stretch(begin, end, shift)
+        return KeySpan(begin, end, shift)
 
     @inlined
     def line_up(self, size, first, count, before, tile, tokens, params):
@@ -89,7 +89,7 @@ class Reach:
         return s
 
 
-class Growing(Reach):
+class GrowingKeyWindow(KeyWindow):
     """The same where params.added keys are being appended; the tiles that are shared out include them."""
 
     @inlined
@@ -99,7 +99,7 @@ class Growing(Reach):
         return line_up(params.lengths, begins, most, size, first, count, before, tile, params.added)
 
 
-class Everything(Reach):
+class WholeCacheWindow(KeyWindow):
     """All keys that there is room for, params.keys in each sequence. All sequences are equally long, so their keys are split
     into parts and not shared out."""
 
@@ -107,7 +107,7 @@ class Everything(Reach):
         return f"{super().__str__()} of whole caches"
 
     @property
-    def counted(self) -> dict[str, Any]:
+    def length_params(self) -> dict[str, Any]:
         return {"keys": INT}
 
     @inlined
@@ -115,7 +115,7 @@ class Everything(Reach):
         return int32(params.keys)
 
 
-class Sloped(Variant):
+class AlibiRows(Variant):
     """score - slope |t + shift - j|, with a slope a head: ALiBi."""
 
     changes_scores = True

@@ -31,10 +31,10 @@ class OutputTile(NamedTuple):
 
 @static
 class FinalOutput:
-    """O and lse go to the caller's arrays. piece: the number of bytes of which addresses are multiples."""
+    """O and lse go to the caller's arrays. vector_bytes: the number of bytes of which addresses are multiples."""
 
     dtype: dtype
-    piece: int
+    vector_bytes: int
 
     label = "final"
 
@@ -57,7 +57,7 @@ class FinalOutput:
         """Store the columns of O from `col` on. The rows of a token are contiguous; the store masks out the rows of others."""
         for token in range(out_tile.first_token, out_tile.last_token + 1):
             at = out_tile.batch, token, out_tile.head, int32(out_tile.row - token * out_tile.group), col
-            store(params.out, o, at, 3, 4, self.piece)
+            store(params.out, o, at, 3, 4, self.vector_bytes)
 
     @inlined
     def store_lse(self, lse, scale, out_tile, params):

@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 @static
-class Alike:
+class UniformRows:
     """Each sequence has a batch, and all have the same number of tokens. band: rows of a tile."""
 
     band: int
@@ -62,7 +62,7 @@ class Alike:
         return int32(0), int32(-1)
 
 
-class OneBehindTheOther(Alike):
+class PackedRows(UniformRows):
     """All sequences lie in one batch; sequence n has the tokens from params.ends[n] to params.ends[n + 1]. Its tiles begin at
     tile ends[n] group // band + n, which leaves room for all of them; some tiles have no rows."""
 
@@ -75,7 +75,7 @@ class OneBehindTheOther(Alike):
 
     @inlined
     def find(self, band, tokens, group, params):
-        """See Alike. The sequence is found by bisection."""
+        """See UniformRows. The sequence is found by bisection."""
         low, high = int32(0), int32(params.ends.shape[0] - 1)
         while high - low > 1:
             middle = int32((low + high) // 2)
@@ -89,7 +89,7 @@ class OneBehindTheOther(Alike):
 
     @inlined
     def number(self, number, splits, rows):
-        """See Alike. Here the tile decides the sequence, and the block decides the part."""
+        """See UniformRows. Here the tile decides the sequence, and the block decides the part."""
         return int32(rows.sequence * splits + number)
 
     @inlined

@@ -144,7 +144,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
                 softmax._differentiate(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
-                k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
+                k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])
                 own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
                 assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
                 found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, own))
@@ -235,12 +235,12 @@ def visible(problem, rows):
 
 def _sequences(config, told, arrays):
     """[(first query, how many, first key, how many)] of each sequence of a launch, of one batch."""
-    if issubclass(config.lie, sequences.Packed):
+    if issubclass(config.seq_layout, sequences.PackedLayout):
         ends = arrays["cu_seqlens"].tolist()
         ends_k = ends if arrays.get("cu_seqlens_k") is None else arrays["cu_seqlens_k"].tolist()
         return [(a, b - a, c, d - c) for a, b, c, d in zip(ends, ends[1:], ends_k, ends_k[1:])]
-    if config.lie is sequences.Parts:
+    if config.seq_layout is sequences.QueryPartsLayout:
         return [(told["q_len"] * n, told["q_len"], 0, end) for n, end in enumerate(arrays["lengths_k"][0].tolist())]
-    if config.lie is sequences.InUse:
+    if config.seq_layout is sequences.SeqUsedLayout:
         return [(0, told["q_len"], 0, int(arrays["lengths_k"][0]))]
     return [(0, told["q_len"], 0, told["kv_len"])]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attention.softmax import hopper
-from attention.softmax.sequences import Packed
+from attention.softmax.sequences import PackedLayout
 from attention.softmax.tiling import Tiling, band_of, even
 from attention.softmax.variants import Both, ScoreContext
 from attention.softmax.visible_keys import CAUSAL, FULL, Left, Masked, Right
@@ -143,7 +143,7 @@ def test_tiles_of_packed_sequences(tile):
     """Every block of queries of every sequence has a number of its own, and a search by halves finds it."""
     rng = np.random.default_rng(tile)
     ends = np.concatenate([[0], np.cumsum(rng.integers(0, 300, 37))]).astype(np.int32)
-    packed, given = Packed(64), SimpleNamespace(ends=ends, ends_k=ends)
+    packed, given = PackedLayout(64), SimpleNamespace(ends=ends, ends_k=ends)
     found = [packed.find(block, 0, 1, given)[:2] for block in range(int(ends[-1]) // 64 + 37)]
     wanted = {(block, n) for n in range(37) for block in range(-(-int(ends[n + 1] - ends[n]) // 64))}
     assert wanted == {(int(block), int(n)) for block, n in found if packed.has(block, n, given)} and len(set(found)) == len(
