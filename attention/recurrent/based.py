@@ -4,7 +4,8 @@ from typing import Any
 
 from ops.for_attention.taylor_features import BASE, FEATURES
 from tiles.launch import kernel_for
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from ..families import require_hopper

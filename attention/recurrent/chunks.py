@@ -13,7 +13,7 @@ from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
 from tiles.lengths import follows
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.schema import Problem
 
 from .kernels import chunk_ampere, chunk_hopper, gla_hopper, gla_states_hopper, heads_hopper, starts

@@ -16,7 +16,8 @@ from typing import Any
 from tiles.arrays import ALIGNMENT
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Plan, Step, program
+from tiles.plan import Plan, Step
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from ..families import choose_family

@@ -32,7 +32,8 @@ from tiles import jax_call, torch_op
 from tiles.arrays import ALIGNMENT
 from tiles.frameworks import Kind, describe, placed
 from tiles.launch import kernel_for
-from tiles.program import Plan, nothing, program
+from tiles.plan import Plan, nothing
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from ..families import choose_family

@@ -4,7 +4,8 @@ from numbers import Integral
 from typing import Any
 
 from tiles.frameworks import describe
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from ..families import choose_family

@@ -3,7 +3,8 @@
 from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from ..names import suggests_argument_names

@@ -20,7 +20,7 @@ from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.arguments import ENDS, FLOAT, INT, array
 from tiles.arrays import Operand
 from tiles.launch import kernel_for
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.schema import Problem
 
 from ..rules import is_varlen

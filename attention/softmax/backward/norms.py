@@ -26,7 +26,8 @@ from tiles.arguments import INT, array, record
 from tiles.arrays import ALIGNMENT, Operand
 from tiles.launch import kernel_for
 from tiles.layout import LANES
-from tiles.program import Fill, Plan, Program, nothing, program
+from tiles.plan import Fill, Plan, nothing
+from tiles.program import Program, program
 from tiles.schema import Problem, Schema
 
 from ...options import split_norm
@@ -35,7 +36,7 @@ from ..gradient import ONCE
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
 from ..norms import Layer, Rms
-from .results import Written, of_sums, times
+from .results import StoreGradient, float32_output, times
 
 WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time
 SHARE = 8 * WARPS  # tiles, one below the other, whose columns a thread block sums up
@@ -43,27 +44,27 @@ ROWS_OF = {"q": "BSHD", "k": "BTGD"}  # the axes of the normalised array
 
 
 @inlined
-def seen(gX, gDY, at, of_rows):
+def normed_and_dy(gX, gDY, at, of_rows):
     """(n, dy) of a tile; of_rows: (mean, 1 / deviation) of its rows."""
     mean, scale = of_rows
     return (load(gX, PART, at, 1, 3) - mean) * scale, load(gDY, PART, at, 1, 3)
 
 
 @inlined
-def weighted(gX, gDY, at, of_rows, given):
+def normed_and_dn(gX, gDY, at, of_rows, params):
     """(n, dn) of a tile; of_rows as in `seen`."""
-    n, dy = seen(gX, gDY, at, of_rows)
-    return n, dy * load(given.norm_weights, PART.row_vec, (at[2], at[3]), 0, 1, True)
+    n, dy = normed_and_dy(gX, gDY, at, of_rows)
+    return n, dy * load(params.norm_weights, PART.row_vec, (at[2], at[3]), 0, 1, True)
 
 
 @inlined
-def meant(sums, given):
+def mean_of(sums, params):
     """The means of rows, from their sums."""
-    return sums / given.columns
+    return sums / params.columns
 
 
 @dataclass(frozen=True)
-class Rows:
+class NormRowGradients:
     """The kernel that gives dx: the norm, the columns of a row as padded, whether rows begin at multiples of 16 bytes, whether
     dx is added to what is there."""
 
@@ -71,91 +72,91 @@ class Rows:
     head_dim: int
     dtype: dtype
     aligned: bool
-    adds: bool = False
+    accumulate: bool = False
     threads = LANES * WARPS
     rows = PART.rows * WARPS
 
     @property
-    def result(self) -> Written:
+    def result(self) -> StoreGradient:
         """What becomes of dx."""
-        return of_sums(True) if self.adds else Written(self.dtype)
+        return float32_output(True) if self.accumulate else StoreGradient(self.dtype)
 
     def __str__(self):
         of = f"{self.norm} rows, D {self.head_dim} {self.dtype}"
-        return of + ", by elements" * (not self.aligned) + ", adds" * self.adds
+        return of + ", by elements" * (not self.aligned) + ", adds" * self.accumulate
 
     @staticmethod
     @functools.cache
-    def make(config: "Rows"):
+    def make(config: "NormRowGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, X, ALIGNED = config.dtype, rt(PART.rows, config.head_dim, fp32), config.aligned or None
-        norm, CENTRED, GIVEN = config.norm, isinstance(config.norm, Layer), record(**config.norm.given)
+        norm, CENTRED, PARAMS = config.norm, isinstance(config.norm, Layer), record(**config.norm.params)
         result, OUT = config.result, config.result.dtype
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def rows(
             gX: array(4, INPUT), gDY: array(4, OUT), gDX: array(4, OUT), gRows: array(3),
-            given: GIVEN, blocks: INT, heads: INT,
+            params: PARAMS, blocks: INT, heads: INT,
         ):  # fmt: skip
             """dx of every row (batch, row, head, column); mean and 1 / deviation go to gRows (head, which, row)."""
-            pair, block = divmod(cuda.blockIdx.x, blocks)
-            batch, head = divmod(pair, heads)
+            batch_head, block = divmod(cuda.blockIdx.x, blocks)
+            batch, head = divmod(batch_head, heads)
             row = int32(PART.rows * (WARPS * block + cuda.threadIdx.x // LANES))
-            of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), given)
+            of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
             mean, scale = of_rows
-            store(gRows, mean, (pair, 0, row))
-            store(gRows, scale, (pair, 1, row))
-            level, along = zeros(PART.col_vec), zeros(PART.col_vec)
+            store(gRows, mean, (batch_head, 0, row))
+            store(gRows, scale, (batch_head, 1, row))
+            mean_dn, mean_dn_n = zeros(PART.col_vec), zeros(PART.col_vec)
             for col in range(0, X.cols, PART.cols):
-                n, dn = weighted(gX, gDY, (batch, row, head, col), of_rows, given)
-                along = along + row_sum(times(dn, n))
+                n, dn = normed_and_dn(gX, gDY, (batch, row, head, col), of_rows, params)
+                mean_dn_n = mean_dn_n + row_sum(times(dn, n))
                 if CENTRED:
-                    level = level + row_sum(dn)
-            level, along = meant(level, given), meant(along, given)
+                    mean_dn = mean_dn + row_sum(dn)
+            mean_dn, mean_dn_n = mean_of(mean_dn, params), mean_of(mean_dn_n, params)
             for col in range(0, X.cols, PART.cols):
                 at = batch, row, head, col
-                n, dn = weighted(gX, gDY, at, of_rows, given)
-                result.store(gDX, times(dn - level - times(along, n), scale), at, ALIGNED)
+                n, dn = normed_and_dn(gX, gDY, at, of_rows, params)
+                result.store(gDX, times(dn - mean_dn - times(mean_dn_n, n), scale), at, ALIGNED)
 
         return rows, None
 
 
 @dataclass(frozen=True)
-class Columns:
+class NormColumnSums:
     """The kernel that sums columns: of dy n, or of dy for a bias. adds: see Rows."""
 
     dtype: dtype
     bias: bool
-    adds: bool = False
+    accumulate: bool = False
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"columns of dy{' n' * (not self.bias)}, {self.dtype}" + ", adds" * self.adds
+        return f"columns of dy{' n' * (not self.bias)}, {self.dtype}" + ", adds" * self.accumulate
 
     @staticmethod
     @functools.cache
-    def make(config: "Columns"):
+    def make(config: "NormColumnSums"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, WEIGHTS, SLOPES = config.dtype, not config.bias, fp32 if config.adds else config.dtype
+        INPUT, WEIGHTS, SLOPES = config.dtype, not config.bias, fp32 if config.accumulate else config.dtype
         smem = shared(scratch=sv(PART.cols * WARPS, fp32))
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def columns(
             gX: array(4, INPUT), gDY: array(4, SLOPES), gRows: array(3), gParts: array(3),
-            batches: INT, heads: INT, tiles: INT, cuts: INT, parts: INT,
+            batches: INT, heads: INT, tiles: INT, panels: INT, parts: INT,
         ):  # fmt: skip
             """Of 32 columns of a head, and one of `parts` shares of the rows: gParts is (head, share, column)."""
             (scratch,) = smem.open()
-            rest, cut = divmod(cuda.blockIdx.x, cuts)
+            rest, panel = divmod(cuda.blockIdx.x, panels)
             head, part = divmod(rest, parts)
-            warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * cut)
+            warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * panel)
             total = zeros(PART)
             for n in range(WARPS * part + warp, batches * tiles, WARPS * parts):
                 batch, tile = divmod(int32(n), tiles)
                 row = int32(PART.rows * tile)
-                pair = int32(heads * batch + head)
-                of_rows = load(gRows, PART.col_vec, (pair, 0, row)), load(gRows, PART.col_vec, (pair, 1, row))
-                normed, dy = seen(gX, gDY, (batch, row, head, col), of_rows)
+                batch_head = int32(heads * batch + head)
+                of_rows = load(gRows, PART.col_vec, (batch_head, 0, row)), load(gRows, PART.col_vec, (batch_head, 1, row))
+                normed, dy = normed_and_dy(gX, gDY, (batch, row, head, col), of_rows)
                 total = total + (times(dy, normed) if WEIGHTS else dy)
             found = block.reduce_sum(col_sum(total), scratch)
             if warp == 0:
@@ -165,27 +166,27 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Total:
+class SumNormPartials:
     """The kernel that adds what `columns` left. adds: to what is there?"""
 
-    adds: bool = False
+    accumulate: bool = False
     threads = LANES * WARPS
 
     def __str__(self):
-        return "total of columns" + ", adds" * self.adds
+        return "total of columns" + ", adds" * self.accumulate
 
     @staticmethod
     @functools.cache
-    def make(config: "Total"):
+    def make(config: "SumNormPartials"):
         """(kernel, shared memory) of a configuration."""
-        smem, result = shared(scratch=sv(PART.cols * WARPS, fp32)), of_sums(config.adds)
+        smem, result = shared(scratch=sv(PART.cols * WARPS, fp32)), float32_output(config.accumulate)
 
         @cuda.jit(launch_bounds=(config.threads, 1))
-        def total(gParts: array(3), gSum: array(2), cuts: INT, parts: INT):
+        def total(gParts: array(3), gSum: array(2), panels: INT, parts: INT):
             """Of 32 columns: gSum (group, column) of gParts (group, part, column)."""
             (scratch,) = smem.open()
-            group, cut = divmod(cuda.blockIdx.x, cuts)
-            warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * cut)
+            group, panel = divmod(cuda.blockIdx.x, panels)
+            warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * panel)
             some = zeros(PART)
             for row in range(PART.rows * warp, parts, PART.rows * WARPS):
                 some = some + load(gParts, PART, (group, int32(row), col))
@@ -196,17 +197,17 @@ class Total:
         return total, smem
 
 
-def space(arch: str, everything: bool) -> Iterator[Rows | Columns | Total]:
+def space(arch: str, everything: bool) -> Iterator[NormRowGradients | NormColumnSums | SumNormPartials]:
     """What norms are differentiated with: of any GPU alike."""
     for of in (bf16, fp16) if everything else (bf16,):
         for norm, head_dim, aligned in itertools.product((Rms(), Layer()), SHAPES, (True, False) if everything else (True,)):
-            yield Rows(norm, head_dim, of, aligned)
-        yield from (Columns(of, bias) for bias in (False, True))
-    yield Total()
+            yield NormRowGradients(norm, head_dim, of, aligned)
+        yield from (NormColumnSums(of, bias) for bias in (False, True))
+    yield SumNormPartials()
 
 
 @functools.cache
-def make(config: Rows | Columns | Total):
+def make(config: NormRowGradients | NormColumnSums | SumNormPartials):
     """(kernel, shared memory) of a configuration."""
     return config.make(config)
 
@@ -228,26 +229,26 @@ def _normalising(x: str, axes: str) -> Program:
     def normalise(problem: Problem, norm_eps: float) -> Plan:
         """How it is done for calls of this form."""
         batch, rows, heads, columns = problem(axes)
-        given = norm_arrays(problem, f"{x}_norm", axes[2:])
+        params = norm_arrays(problem, f"{x}_norm", axes[2:])
         if 0 in (batch, rows, heads):
             return Plan([])
         padded = min(dim for dim in SHAPES if dim >= columns)
         norm = Layer() if f"{x}_norm_bias" in problem else Rms()
         config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once(x) == ALIGNMENT)
         blocks, numbers = -(-rows // config.rows), {"norm_eps": norm_eps, "columns": columns}
-        arrays = {"gX": problem[x], "gOut": problem["normed"]} | given
+        arrays = {"gX": problem[x], "gOut": problem["normed"]} | params
         launch = kernel_for(norms, config, problem.device)
         return Plan([launch.bind(batch * heads * blocks, blocks=blocks, heads=heads, **numbers, **arrays)])
 
     return normalise
 
 
-def _differentiating(x: str, axes: str, adds: bool = False) -> Program:
+def _differentiating(x: str, axes: str, accumulate: bool = False) -> Program:
     """The gradients of x, and of the norm's weights and bias, which have these's shapes: one for all heads, or one for each.
     adds: to what is there?"""
-    held, role, if_layer = ("float32", "updated", "updated?") if adds else ("tile", "made", "made  layer")
+    held, role, if_layer = ("float32", "updated", "updated?") if accumulate else ("tile", "made", "made  layer")
     schema = Schema(
-        f"norm_{x}_gradient" + "_into" * adds,
+        f"norm_{x}_gradient" + "_into" * accumulate,
         f"""
         {x}            {axes}          tile
         dy             {axes}          {held}
@@ -264,32 +265,36 @@ def _differentiating(x: str, axes: str, adds: bool = False) -> Program:
         """How it is done for calls of this form."""
         batch, rows, heads, columns = problem(axes)
         sums = {name: _by_group(problem[name]) for name in (f"d{x}_norm", f"d{x}_norm_bias")[: 1 + layer]}
-        give = nothing if adds else None
+        give = nothing if accumulate else None
         if 0 in (batch, rows, heads):
-            return Plan([Fill(problem[name], 0.0) for name in sums if not adds and 0 not in problem[name].form.shape], (), give)
+            return Plan(
+                [Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), give
+            )
         norm, dtype = Layer() if layer else Rms(), DTYPES[problem.dtype]
         padded = min(dim for dim in SHAPES if dim >= columns)
-        config = Rows(norm, padded, dtype, problem.bytes_at_once() == ALIGNMENT, adds)
-        tiles, blocks, cuts = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
+        config = NormRowGradients(norm, padded, dtype, problem.bytes_at_once() == ALIGNMENT, accumulate)
+        tiles, blocks, panels = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
         parts = batch * tiles // SHARE + 1
         scratch = [((batch * heads, 2, rows), "float32"), *[((heads, parts, columns), "float32") for _ in sums]]
         of_rows = problem.scratch(0, *scratch[0])
         arrays = {"gX": problem[x], "gDY": problem["dy"], "gRows": of_rows}
-        given = {"norm_eps": norm_eps, "columns": columns} | norm_arrays(problem, f"{x}_norm", axes[2:])
+        params = {"norm_eps": norm_eps, "columns": columns} | norm_arrays(problem, f"{x}_norm", axes[2:])
         steps = [
             kernel_for(config, config, problem.device).bind(
-                batch * heads * blocks, gDX=problem[f"d{x}"], blocks=blocks, heads=heads, **arrays, **given
+                batch * heads * blocks, gDX=problem[f"d{x}"], blocks=blocks, heads=heads, **arrays, **params
             )
         ]
         for n, (name, target) in enumerate(sums.items(), 1):
-            summing, adding = Columns(dtype, name == f"d{x}_norm_bias", adds), Total(adds)
-            lengths = {"batches": batch, "heads": heads, "tiles": tiles, "cuts": cuts, "parts": parts}
+            summing, adding = NormColumnSums(dtype, name == f"d{x}_norm_bias", accumulate), SumNormPartials(accumulate)
+            lengths = {"batches": batch, "heads": heads, "tiles": tiles, "cuts": panels, "parts": parts}
             launch = kernel_for(summing, summing, problem.device)
-            steps.append(launch.bind(heads * parts * cuts, gParts=problem.scratch(n, *scratch[n]), **arrays, **lengths))
+            steps.append(launch.bind(heads * parts * panels, gParts=problem.scratch(n, *scratch[n]), **arrays, **lengths))
             (groups, _) = target.form.shape
             all_parts = problem.scratch(n, (groups, heads * parts // groups, columns), "float32")
             launch = kernel_for(adding, adding, problem.device)
-            steps.append(launch.bind(groups * cuts, gParts=all_parts, gSum=target, cuts=cuts, parts=heads * parts // groups))
+            steps.append(
+                launch.bind(groups * panels, gParts=all_parts, gSum=target, panels=panels, parts=heads * parts // groups)
+            )
         return Plan(steps, scratch, give)
 
     return differentiate
@@ -314,7 +319,7 @@ def _clearing(x: str, axes: str) -> Program:
 
 NORMALISE = {x: _normalising(x, axes) for x, axes in ROWS_OF.items()}
 DIFFERENTIATE = {x: _differentiating(x, axes) for x, axes in ROWS_OF.items()}
-INTO = {x: _differentiating(x, axes, adds=True) for x, axes in ROWS_OF.items()}
+INTO = {x: _differentiating(x, axes, accumulate=True) for x, axes in ROWS_OF.items()}
 ZEROS = {x: _clearing(x, axes) for x, axes in ROWS_OF.items()}
 
 
@@ -338,10 +343,10 @@ def check(name: str, norm: Any, of_norm: Any) -> None:
     asked = f"d{name}_norm"
     if norm is None:
         raise ValueError(f"{asked}: must be None where there is no {name}_norm: {asked}={of_norm!r:.60}")
-    parts, given = split_norm(f"{name}_norm", norm), split_norm(asked, of_norm)
-    if (parts[1] is None) != (given[1] is None):
-        raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a pair of arrays'}, as {name}_norm is")
-    for x, like in zip(given, parts):
+    parts, params = split_norm(f"{name}_norm", norm), split_norm(asked, of_norm)
+    if (parts[1] is None) != (params[1] is None):
+        raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a batch_head of arrays'}, as {name}_norm is")
+    for x, like in zip(params, parts):
         shape, wanted = (tuple(getattr(array, "shape", ())) for array in (x, like))
         if shape != wanted:
             raise ValueError(f"{asked}: must have {name}_norm's shape: {asked}.shape={shape}, {name}_norm.shape={wanted}")
@@ -350,17 +355,26 @@ def check(name: str, norm: Any, of_norm: Any) -> None:
 
 
 def gradients(
-    name: str, x: Any, dy: Any, norm: Any, eps: Any, dx: Any, stream: Any, layout: str, of_norm: Any = None, adds: bool = False
+    name: str,
+    x: Any,
+    dy: Any,
+    norm: Any,
+    eps: Any,
+    dx: Any,
+    stream: Any,
+    layout: str,
+    of_norm: Any = None,
+    accumulate: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """(dx, the norm's gradient in float32: (), (that of weights,) or ((that of weights, that of the bias),)), dy being the
     gradient of the normalised rows. dx, of_norm: written in place of new arrays, or if it adds to what they hold, in float32,
     of which dy is then, too."""
     if norm is None:
         return dy, ()
-    parts, given = split_norm(f"{name}_norm", norm), split_norm(f"d{name}_norm", of_norm)
+    parts, params = split_norm(f"{name}_norm", norm), split_norm(f"d{name}_norm", of_norm)
     layer = parts[1] is not None
-    arrays = x, dy, *parts, dx, *given
-    if adds:
+    arrays = x, dy, *parts, dx, *params
+    if accumulate:
         INTO[name](stream, arrays, (eps, layer), layout)
         return dx, (of_norm,)
     found, *made = DIFFERENTIATE[name](stream, arrays, (eps, layer), layout)
