@@ -22,15 +22,13 @@ from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.cuda import types
-from numba.cuda.core.errors import TypingError
-from numba.cuda.np.numpy_support import from_dtype
 
 from . import tma
 from .arrays import Array, Form
 from .dtypes import dtype, fp32
 from .frameworks import describe
 from .lengths import Length, made
+from .numba_names import TypingError, from_dtype, types
 from .numba_types import SCALARS, Value
 from .types import gl, rt, rv, st, sv
 from .values import NUMBA_SCALARS, tensor
