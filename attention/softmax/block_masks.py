@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda
-from numba.cuda import types
 from numpy import int32
 
 from ops import col_index, divmod, row_index, where
 from tiles import inlined, static
 from tiles.arguments import INT, record
 from tiles.layout import LANES
+from tiles.numba_names import types
 
 from .variants import DataDependentMask
 

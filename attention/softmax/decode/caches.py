@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from numba.cuda import types
 from numpy import int32
 
 from ops import copy_async, copy_pages, load_pages, load_unordered, look_up, truncate
 from tiles import inlined, static
 from tiles.arguments import ENDS
+from tiles.numba_names import types
 
 TABLE = types.Array(types.int32, 2, "A")  # page numbers
 
