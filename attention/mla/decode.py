@@ -23,10 +23,10 @@ from ..softmax.decode.page_checks import placed
 from ..softmax.decode.reach import KeyWindow
 from ..softmax.decode.results import FinalOutput, PartialOutput
 from ..softmax.decode.splits import MAX_SPLITS, choose_split_count
-from ..softmax.fp8 import of_fp8
+from ..softmax.fp8 import is_fp8
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
-from ..softmax.planning import scale_of
+from ..softmax.planning import resolve_scale
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
 from .products import LatentProducts
@@ -134,7 +134,7 @@ def mla_decode(
         name = "rotary" if rotary is None else "descale"
         raise TypeError(f"{name}: must be given where the other is, both of a cache of float8_e4m3fn: {name}=None")
     if rotary is None:
-        if of_fp8(latent):
+        if is_fp8(latent):
             said = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
             raise TypeError(
                 f"latent: of float8_e4m3fn has {LATENT} columns, and the rest apart: pass rotary= and descale=: {said}"
@@ -220,7 +220,7 @@ def _plan(
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
+    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, resolve_scale(problem, scale)
     window, whole = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
     of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
     config = shape(window, PartialOutput(dtype, vector_bytes))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tiles.checks import asked
 
 from ..softmax.block_masks import FIELDS
-from ..softmax.python_functions import named
+from ..softmax.python_functions import register_function
 from .peers import Peers
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def form_key(x: Any) -> Hashable:
     if isinstance(x, (tuple, list)):
         return tuple(map(form_key, x))
     if inspect.isfunction(x):
-        return named("mask", x)
+        return register_function("mask", x)
     if hasattr(x, "kv_num_blocks"):
         return str(x.BLOCK_SIZE), *[form_key(getattr(x, name)) for name in FIELDS]
     return x if x.__hash__ is not None else id(x)
@@ -100,7 +100,7 @@ def describe_value(name: str, x: Any) -> str:
     if isinstance(x, (tuple, list)):
         return f"({', '.join([describe_value('', y) for y in x])})"
     if inspect.isfunction(x):
-        return f"{named('mask', x)}".partition(" of call ")[0]  # each rank counts its own calls of what may change
+        return f"{register_function('mask', x)}".partition(" of call ")[0]  # each rank counts its own calls of what may change
     if hasattr(x, "kv_num_blocks"):
         return f"{form_key(x)}"
     return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"

@@ -15,7 +15,7 @@ from ..options import check_flag
 from ..recurrent import chunks
 from ..recurrent import linear as plain
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
-from ..softmax.call_options import differentiated
+from ..softmax.call_options import requires_grad
 from .agreement import agree_on_plan, describe_value, form_key
 from .orders import Contiguous, Span, count_tokens
 from .parts import GatheredSummaries, SequenceShard
@@ -71,7 +71,7 @@ class ShardedRecurrence:
         try:
             self._cast()
             forms = [(name, form_key(x)) for name, x in self.options.items()]
-            learned = differentiated(*self.arrays, *self.options.values())
+            learned = requires_grad(*self.arrays, *self.options.values())
             form = type(self), length, learned, *[(x.device, form_key(x)) for x in self.arrays], *forms
             hash(form)
         except Exception:  # what is wrong `_planned` says, so that all ranks hear of it
@@ -156,7 +156,7 @@ class ShardedRecurrence:
             given = self.options.get(option, False)
             if getattr(given, "ndim", 0) or given not in (False, "bshd"):  # of arrays torch does not say whether they are equal
                 raise NotImplementedError(f"{option}: is not served on several ranks")
-        if differentiated(*self.arrays, *self.options.values()):
+        if requires_grad(*self.arrays, *self.options.values()):
             raise NotImplementedError(
                 f"{name}: an array requires grad, and the backward pass is not there yet; call under torch.no_grad()"
             )

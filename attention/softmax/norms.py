@@ -1,8 +1,8 @@
 """Norms of each head's rows, before the scores.
 
-Queries are normalised where a kernel of attention has them, in shared memory, once a tile. Keys, which every tile of queries
-reads, are normalised once before it, by the kernel here, into scratch memory. (To multiply the scores by 1 / rms of their keys
-would save writing K, and cost every score a product; a layer norm's bias would take sums over rows besides.)"""
+The attention kernels normalise a query tile in shared memory. Keys, which every query tile reads, are normalised once before
+attention, by the kernel here, into scratch memory. (Multiplying scores by 1 / rms of their keys instead would save writing K,
+and cost a product for each score; a layer norm's bias would also need row sums.)"""
 
 import functools
 import itertools
@@ -21,45 +21,45 @@ from tiles.layout import LANES
 from .hopper import SHAPES
 from .variants import Variant
 
-WARPS, ROWS = 8, 16  # of a thread block of the kernel; rows of each
+WARPS, ROWS = 8, 16  # of a CTA; rows of a warp
 
 
 @static
-class Rms:
+class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weights."""
 
     def __str__(self):
-        return type(self).__name__.lower()
+        return type(self).__name__.lower().removesuffix("norm")
 
     @property
     def params(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are. norm_weights: (head, column). columns: of a row."""
+        """{name: type} of the kernel's arguments that the norm reads. norm_weights: (head, column). columns: of a row."""
         return {"norm_weights": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
     def of_rows(self, x, params):
-        """(mean, 1 / deviation) of the rows of a tile; the mean is 0 for this norm. The tile's columns from params.columns on
-        are 0."""
+        """(mean, 1 / standard deviation) of the rows of a tile; the mean is 0 for this norm. The tile's columns from
+        params.columns on are 0."""
         return zeros(x.col_vec), rsqrt(row_sum(x * x) / params.columns + params.norm_eps)
 
     @inlined
     def part(self, x, of_rows, head, col, params):
-        """Some columns of these rows, normalised: those of a head from column `col` on."""
+        """The normalised columns x of these rows, from column `col` of the head on."""
         _, scale = of_rows
         return x * scale * self.columns(params.norm_weights, x, head, col)
 
     @inlined
     def columns(self, of, x, head, col):
-        """The elements of an array (head, column) for these columns."""
+        """The elements of an array `of` (head, column) for these columns."""
         return load(of, x.row_vec, (head, col), 0, 1, True)
 
 
-class Layer(Rms):
-    """The same of x - mean(x), plus a bias."""
+class LayerNorm(RmsNorm):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weights + bias."""
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Rms. norm_bias: (head, column)."""
+        """The arguments of RmsNorm, and norm_bias: (head, column)."""
         return {"norm_weights": array(2), "norm_bias": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
@@ -77,12 +77,12 @@ class Layer(Rms):
 
 @static
 class Normed(Variant):
-    """A variant whose queries are normalised by `norm`."""
+    """A variant that normalises the query tile by `norm`."""
 
     cheap_mask = True
     prepares_queries = True
 
-    norm: Rms
+    norm: RmsNorm
 
     def __str__(self):
         return f"{self.norm} queries"
@@ -96,28 +96,28 @@ class Normed(Variant):
         return self.norm.of_rows(x, ctx.params)
 
     @inlined
-    def prepare_queries(self, x, of_queries, ctx, col):
-        return self.norm.part(x, of_queries, ctx.head, col, ctx.params)
+    def prepare_queries(self, x, stats, ctx, col):
+        return self.norm.part(x, stats, ctx.head, col, ctx.params)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration of the kernel that normalises keys. norm: which. head_dim: columns of a row, padded. aligned: do rows
-    begin at multiples of 16 bytes?"""
+    """The configuration of the kernel that normalises keys. head_dim: columns of a row, padded. aligned: do rows begin at
+    multiples of 16 bytes?"""
 
-    norm: Rms
+    norm: RmsNorm
     head_dim: int
     dtype: dtype
     aligned: bool
 
     @property
     def threads(self):
-        """Threads of a block."""
+        """Threads of a CTA."""
         return LANES * WARPS
 
     @property
     def rows(self):
-        """Rows of a block."""
+        """Rows of a CTA."""
         return ROWS * WARPS
 
     def __str__(self):
@@ -125,8 +125,8 @@ class Config:
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
-    """The configurations, the same for all GPUs."""
-    for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (Rms(), Layer()), SHAPES):
+    """The configurations, which are the same for all GPUs."""
+    for of, norm, head_dim in itertools.product((bf16, fp16) if everything else (bf16,), (RmsNorm(), LayerNorm()), SHAPES):
         yield Config(norm, head_dim, of, True)
 
 
@@ -139,12 +139,12 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def normalise(gX: array(4, INPUT), gOut: array(4, INPUT), params: PARAMS, blocks: INT, heads: INT):
-        """The norm of every row of X (batch, row, head, column)."""
+        """Out = norm(X), row by row. X: (batch, row, head, column)."""
         batch_head, block = divmod(cuda.blockIdx.x, blocks)
         batch, head = divmod(batch_head, heads)
         row = ROWS * (WARPS * block + int32(cuda.threadIdx.x // LANES))
         of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
-        for col in range(0, X.cols, PART.cols):  # again, from near: all at once would take too many registers
+        for col in range(0, X.cols, PART.cols):  # reloaded from cache: all columns at once would need too many registers
             at = batch, row, head, col
             store(gOut, INPUT(norm.part(load(gX, PART, at, 1, 3, ALIGNED), of_rows, head, col, params)), at, 1, 3, True)
 

@@ -10,7 +10,7 @@ from .decode.caches import DenseLoader
 from .decode.launches import TILES, AppendPlan, DecodeOptions, of_few, shared_out
 from .decode.norms import AS_THEY_ARE, Norms
 from .hopper import MANY
-from .planning import scale_of
+from .planning import resolve_scale
 
 LEAST = 1024  # keys: with fewer, tiles of one consumer do as well
 FEWER = 2  # times as many keys as queries at least, so that the bits of self-attention never depend on the number of heads
@@ -28,10 +28,10 @@ def serves(problem: Problem, family: str | None) -> bool:
     return shared_out(problem, queries, keys)
 
 
-def planned(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
+def plan_split_kv(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
     """The Plan of such a call, by decode's kernels. All keys are in use."""
     (keys,) = problem("T")
-    options = DecodeOptions(causal, None, None, None, scale_of(problem, scale), None, None, [])
+    options = DecodeOptions(causal, None, None, None, resolve_scale(problem, scale), None, None, [])
     before, norms = AppendPlan([], [], problem["q"], {"keys": keys}), Norms([], [], AS_THEY_ARE, {}, {})
     lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
     return of_few(problem, options, before, norms, cache, {}, keys, None, None, problem["out"], lse)

@@ -11,12 +11,12 @@ from tiles.schema import REAL, Problem, Schema
 from ...names import suggests_argument_names
 from ...options import check_flag, check_number, check_positive
 from ..assembled import build_variant
-from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
-from ..gradient import ONCE
-from ..index_checks import Asking, indexed
-from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
-from ..python_functions import named
-from ..score_derivative import derivatives
+from ..call_options import OF_AUX, OF_BLOCKS, block_options, dropout_options, pad_aux, window_ends, without_gradients
+from ..gradient import NO_SECOND_DERIVATIVES
+from ..index_checks import IndexingFunctions, plan_index_checks
+from ..planning import bias_part, check_extents, dropout_part, load_functions, plan_block_lists, reduce_to_window, resolve_scale
+from ..python_functions import register_function
+from ..score_derivative import differentiate
 from ..scores import ScoredWithGrad
 from . import norms
 from .launches import plan_launches
@@ -169,7 +169,7 @@ def backward(
     if no_scores and no_more and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
         simple = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
         return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), simple, layout)
-    of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), random_of(dropout, seed), eight(aux)
+    of_sequences, random, read = (cu_seqlens, cu_seqlens_k, lengths_k), dropout_options(dropout, seed), pad_aux(aux)
     dsink = sink is not None if dsink is None else dsink
     if dsink is not False and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
@@ -188,16 +188,16 @@ def backward(
     if accumulate:
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
         into = [norms.gradient_buffer(*of, stream, layout) for of in buffers]
-    size, ready_for, (*lists, _, marks) = blocks_of(blocks)
+    size, ready_for, (*lists, _, marks) = block_options(blocks)
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
     of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
     params = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
     options = (
         check_flag("causal", causal),
-        *ends_of(window),
+        *window_ends(window),
         check_positive("softcap", softcap),
-        *[None if f is None else named(n, f) for n, f in (("mask", mask), ("score", score))],
+        *[None if f is None else register_function(n, f) for n, f in (("mask", mask), ("score", score))],
         *size,
         ready_for,
         random.dropout,
@@ -248,15 +248,15 @@ def is_real(x: Any) -> bool:
     return any(name in str(getattr(x, "dtype", "")) for name in REAL)
 
 
-@program(BACKWARD, no_gradient=ONCE)
+@program(BACKWARD, no_gradient=NO_SECOND_DERIVATIVES)
 def _backward(problem: Problem, causal: bool, scale: float | None, deterministic: bool, family: str | None) -> Plan:
     """How backward does calls of this form."""
     check_extents(problem)
-    scale = scale_of(problem, scale)
+    scale = resolve_scale(problem, scale)
     return plan_launches(problem, build_variant(scale, causal), scale, deterministic, family)
 
 
-@program(VARIANTS, no_gradient=ONCE)
+@program(VARIANTS, no_gradient=NO_SECOND_DERIVATIVES)
 def _variant(
     problem: Problem,
     causal: bool,
@@ -278,20 +278,20 @@ def _variant(
     """The same with options; mask and score are the names that python_functions.py knows functions by, also the names of the
     gradients that are asked for besides dq, dk and dv."""
     check_extents(problem)
-    scale = scale_of(problem, scale)  # the sink is in lse, and nowhere else
-    masking, scoring, aux = functions_of(problem, mask, score)
-    asking = Asking(masking, scoring, aux, causal, left, right, problem("T")[0])
-    looks = indexed(problem, asking, listed=ready_for is not None)
+    scale = resolve_scale(problem, scale)  # the sink is in lse, and nowhere else
+    masking, scoring, aux = load_functions(problem, mask, score)
+    asking = IndexingFunctions(masking, scoring, aux, causal, left, right, problem("T")[0])
+    looks = plan_index_checks(problem, asking, listed=ready_for is not None)
     size = None if block_rows is None or block_cols is None else (block_rows, block_cols)
-    more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
+    more: list[Any] = [dropout_part(problem, dropout, seed_value)] if dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
-    masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
-    listing = listing_of(
+    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
+    listing = plan_block_lists(
         problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for
     )
     blocked = listing and listing.blocked
-    of_scores = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
-    found = scoring and derivatives(scoring, axes)
+    of_scores = softcap, "alibi" in problem, bias_part(problem, last=scoring is None)
+    found = scoring and differentiate(scoring, axes)
     spec = build_variant(
         scale,
         causal,
@@ -306,4 +306,4 @@ def _variant(
     return plan._replace(steps=[*looks, *plan.steps])
 
 
-_into = program(INTO, no_gradient=ONCE)(_variant.planner)
+_into = program(INTO, no_gradient=NO_SECOND_DERIVATIVES)(_variant.planner)

@@ -32,10 +32,10 @@ from tiles.schema import Problem, Schema
 
 from ...options import split_norm
 from .. import norms
-from ..gradient import ONCE
+from ..gradient import NO_SECOND_DERIVATIVES
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
-from ..norms import Layer, Rms
+from ..norms import LayerNorm, RmsNorm
 from .results import StoreGradient, float32_output, times
 
 WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time
@@ -68,7 +68,7 @@ class NormRowGradients:
     """The configuration of the kernel that computes dx: the norm, the columns of a row, padded, whether rows begin at multiples
     of 16 bytes, and whether dx is added to what the array holds."""
 
-    norm: Rms
+    norm: RmsNorm
     head_dim: int
     dtype: dtype
     aligned: bool
@@ -90,7 +90,7 @@ class NormRowGradients:
     def make(config: "NormRowGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, X, ALIGNED = config.dtype, rt(PART.rows, config.head_dim, fp32), config.aligned or None
-        norm, CENTRED, PARAMS = config.norm, isinstance(config.norm, Layer), record(**config.norm.params)
+        norm, CENTRED, PARAMS = config.norm, isinstance(config.norm, LayerNorm), record(**config.norm.params)
         result, OUT = config.result, config.result.dtype
 
         @cuda.jit(launch_bounds=(config.threads, 1))
@@ -205,7 +205,9 @@ class SumNormPartials:
 def space(arch: str, everything: bool) -> Iterator[NormRowGradients | NormColumnSums | SumNormPartials]:
     """Configurations to compile and inspect, the same for all architectures."""
     for of in (bf16, fp16) if everything else (bf16,):
-        for norm, head_dim, aligned in itertools.product((Rms(), Layer()), SHAPES, (True, False) if everything else (True,)):
+        for norm, head_dim, aligned in itertools.product(
+            (RmsNorm(), LayerNorm()), SHAPES, (True, False) if everything else (True,)
+        ):
             yield NormRowGradients(norm, head_dim, of, aligned)
         yield from (NormColumnSums(of, bias) for bias in (False, True))
     yield SumNormPartials()
@@ -230,7 +232,7 @@ def _normalise_program(x: str, axes: str) -> Program:
         """,
     )
 
-    @program(schema, no_gradient=ONCE)
+    @program(schema, no_gradient=NO_SECOND_DERIVATIVES)
     def normalise(problem: Problem, norm_eps: float) -> Plan:
         """The launch that normalises."""
         batch, rows, heads, columns = problem(axes)
@@ -238,7 +240,7 @@ def _normalise_program(x: str, axes: str) -> Program:
         if 0 in (batch, rows, heads):
             return Plan([])
         padded = min(dim for dim in SHAPES if dim >= columns)
-        norm = Layer() if f"{x}_norm_bias" in problem else Rms()
+        norm = LayerNorm() if f"{x}_norm_bias" in problem else RmsNorm()
         config = norms.Config(norm, padded, DTYPES[problem.dtype], problem.bytes_at_once(x) == ALIGNMENT)
         blocks, numbers = -(-rows // config.rows), {"norm_eps": norm_eps, "columns": columns}
         arrays = {"gX": problem[x], "gOut": problem["normed"]} | params
@@ -265,7 +267,7 @@ def _gradient_program(x: str, axes: str, accumulate: bool = False) -> Program:
         """,
     )
 
-    @program(schema, no_gradient=ONCE)
+    @program(schema, no_gradient=NO_SECOND_DERIVATIVES)
     def differentiate(problem: Problem, norm_eps: float, layer: bool) -> Plan:
         """The launches that compute these gradients."""
         batch, rows, heads, columns = problem(axes)
@@ -275,7 +277,7 @@ def _gradient_program(x: str, axes: str, accumulate: bool = False) -> Program:
             return Plan(
                 [Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), outputs
             )
-        norm, dtype = Layer() if layer else Rms(), DTYPES[problem.dtype]
+        norm, dtype = LayerNorm() if layer else RmsNorm(), DTYPES[problem.dtype]
         padded = min(dim for dim in SHAPES if dim >= columns)
         config = NormRowGradients(norm, padded, dtype, problem.bytes_at_once() == ALIGNMENT, accumulate)
         tiles, blocks, panels = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
@@ -314,7 +316,7 @@ def _as_groups(x: Operand) -> Operand:
 def _zeros_program(x: str, axes: str) -> Program:
     """The program that creates a float32 array of zeros, in which the gradients of x's normalised rows accumulate."""
 
-    @program(Schema(f"zeros_{x}", f"{x} {axes} tile\n zeros {axes} float32 made"), no_gradient=ONCE)
+    @program(Schema(f"zeros_{x}", f"{x} {axes} tile\n zeros {axes} float32 made"), no_gradient=NO_SECOND_DERIVATIVES)
     def zeros_like(problem: Problem) -> Plan:
         """The step that writes the zeros."""
         return Plan([Fill(problem["zeros"], 0.0)] if 0 not in problem[x].form.shape else [])

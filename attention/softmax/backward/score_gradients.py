@@ -10,7 +10,7 @@ from tiles.schema import REAL, Problem
 
 from ..assembled import VariantSpec
 from ..call_options import AUX
-from ..launches import LOG2_E, Before
+from ..launches import LOG2_E, PreparationSteps
 from ..score_derivative import Derivatives
 from . import bias, elements, hopper_bias, recomputed_scores
 
@@ -29,7 +29,7 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.MAX_ELEMENTS and array != "bias":
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
-    score_and_grad = None if derivatives is None or derivatives.even else derivatives.score_and_grad
+    score_and_grad = None if derivatives is None or derivatives.linear else derivatives.score_and_grad
     if array == "bias":
         return [recomputed_scores.BiasRead(score_and_grad)]
     if array == "alibi":
@@ -46,7 +46,9 @@ class ScoreGradients:
     """Adds launches to `late`, which follow the main kernel of this configuration. args: the arguments that all their kernels
     have in common."""
 
-    def __init__(self, problem: Problem, spec: VariantSpec, config: Any, late: Before, told: dict[str, Any], processors: int):
+    def __init__(
+        self, problem: Problem, spec: VariantSpec, config: Any, late: PreparationSteps, told: dict[str, Any], processors: int
+    ):
         self.problem, self.spec, self.config, self.late = problem, spec, config, late
         self.told, self.processors = told, processors
         self.queries, self.kv = recomputed_scores.SHAPES[config.head_dim]

@@ -22,7 +22,7 @@ from tiles.arguments import INT, array
 from tiles.layout import LANES
 from tiles.schema import Problem
 
-from ..launches import Before
+from ..launches import PreparationSteps
 from .base_config import BackwardConfig
 
 ROWS, COLUMNS = 16, 64  # keys and columns that a warp sums at once
@@ -130,7 +130,9 @@ def split_queries(group: int, thread_blocks: int, tiles: int, wanted: int) -> Qu
     return QuerySplit(head_groups, splits)
 
 
-def partial_arguments(early: Before, late: Before, config: BackwardConfig, split: QuerySplit) -> dict[str, Any]:
+def partial_arguments(
+    early: PreparationSteps, late: PreparationSteps, config: BackwardConfig, split: QuerySplit
+) -> dict[str, Any]:
     """The main kernel's arguments that say how its queries are split, and where it stores dK and dV. If there are several
     partials, memory for them is reserved in `early`, and the launch that combines them is put in `late`."""
     problem = early.problem

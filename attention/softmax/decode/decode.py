@@ -13,10 +13,10 @@ from ...cache import append as appending
 from ...families import choose_family
 from ...names import suggests_argument_names
 from ...options import check_flag, check_number, check_positive, split_norm
-from ..call_options import OF_AUX, eight, ends_of
-from ..index_checks import Asking, indexed
-from ..planning import check_extents, functions_of, scale_of
-from ..python_functions import named
+from ..call_options import OF_AUX, pad_aux, window_ends
+from ..index_checks import IndexingFunctions, plan_index_checks
+from ..planning import check_extents, load_functions, resolve_scale
+from ..python_functions import register_function
 from .launches import DecodeOptions, appended, cache_of, of_few, of_many, shared_out
 from .norms import norms_of
 from .page_checks import placed
@@ -177,15 +177,15 @@ def decode(
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
-    left, right = ends_of(window)
+    left, right = window_ends(window)
     options = (  # of every step of a server: each line costs it
         check_flag("causal", causal),
         left,
         right,
         None if softcap is None else check_positive("softcap", softcap),
         parts_of(splits),
-        None if mask is None else named("mask", mask),
-        None if score is None else named("score", score),
+        None if mask is None else register_function("mask", mask),
+        None if score is None else register_function("score", score),
         check_flag("interleaved", interleaved),
         0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
         None if scale is None else check_number("scale", scale),
@@ -202,7 +202,7 @@ def decode(
     arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
     norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     if k_new is v_new is rotary is None:
-        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), options, layout)
+        return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *pad_aux(aux), out, None), options, layout)
     if k_new is None or v_new is None:
         name = "k_new" if k_new is None else "v_new"
         raise ValueError(f"{name}: must be given where {'rotary' if k_new is v_new is None else 'the other'} is: {name}=None")
@@ -216,10 +216,10 @@ def decode(
         descales = {"k_descale": k_descale, "v_descale": v_descale}
         turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales)
         keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
-        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
+        return _variant(stream, (turned, k, v, cu_seqlens, *keys, *pad_aux(aux), out, None), options, layout)
     new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.rotary_tables(rotary), positions
     call = _append_quantising if appending.has_token_descales(k_descale, v_descale) else _append
-    return call(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
+    return call(stream, (*arrays, cu_seqlens, *keys, *norms, *pad_aux(aux), *new, out, None), options, layout)
 
 
 def _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales) -> tuple[Any, Any]:
@@ -284,10 +284,10 @@ def _decode(
         return Plan([*before.steps, *nothing], before.scratch)
     if mask is None:  # what a mask leaves out need not be there
         before = before._replace(steps=[*placed(problem, left), *before.steps])
-    *functions, aux = functions_of(problem, mask, score, most_keys)
-    looks = indexed(problem, Asking(functions[0], functions[1], aux, causal, left, right, most_keys))
+    *functions, aux = load_functions(problem, mask, score, most_keys)
+    looks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, most_keys))
     before = before._replace(steps=[*looks, *before.steps])
-    options = DecodeOptions(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
+    options = DecodeOptions(causal, left, right, softcap, resolve_scale(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
     norms = norms_of(problem, norm_eps)

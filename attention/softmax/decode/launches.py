@@ -17,7 +17,7 @@ from ...cache import write_kernel
 from ...families import choose_family
 from ..assembled import build_variant
 from ..key_sources import IndexedCache, OneBuffer, PagedKeys
-from ..launches import DTYPES, LOG2_E, over
+from ..launches import DTYPES, LOG2_E, expand_axes
 from ..online import SLACK
 from ..planning import INDICES
 from ..scores import Capped, Scored, Sunk
@@ -261,7 +261,7 @@ def _product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]]:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
     by_key = appending.has_descale_per_key(problem)
-    told = {name: problem[name] if by_key else over(problem, name, "NG") for name in names}
+    told = {name: problem[name] if by_key else expand_axes(problem, name, "NG") for name in names}
     scaled = [name for name, descale in told.items() if descale is not None]
     if len(scaled) == 1:
         raise ValueError("k_descale: must be given where v_descale is, and the other way round")
@@ -306,7 +306,7 @@ def _scores(
         told["per_cap"], unit = unit / options.softcap, options.softcap
     if "alibi" in problem:
         parts.append(AlibiRows())
-        told |= {"slopes": over(problem, "alibi", "NH"), "per_slope": 1 / unit}
+        told |= {"slopes": expand_axes(problem, "alibi", "NH"), "per_slope": 1 / unit}
     if options.score is not None:
         parts.append(ScoredRows(options.score))
         told["score_unit"], unit = unit, 1.0

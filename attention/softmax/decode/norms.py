@@ -16,13 +16,13 @@ from tiles import fp32, inlined, static
 from tiles.arguments import FLOAT, INT, array
 from tiles.schema import Problem
 
-from ..launches import norm_arrays, norm_of
-from ..norms import Layer, Normed, Rms
+from ..launches import choose_norm, norm_arrays
+from ..norms import LayerNorm, Normed, RmsNorm
 from ..variants import Variant
 
 
 @static
-class RmsOfRows(Rms):
+class RmsOfRows(RmsNorm):
     """An RMS norm of rows that belong to several heads. alike: do these have the same weights and bias?"""
 
     alike: bool
@@ -49,7 +49,7 @@ class RmsOfRows(Rms):
             return self.part(x, of_rows, head, col, params)
 
 
-class LayerOfRows(RmsOfRows, Layer):
+class LayerOfRows(RmsOfRows, LayerNorm):
     """The same of a layer norm."""
 
     @inlined
@@ -216,13 +216,13 @@ def norms_of(problem: Problem, norm_eps: float) -> Norms:
     ValueError: the arrays do not fit."""
     numbers: dict[str, Any] = {"norm_eps": norm_eps, "columns": problem("D")[0]}
     found = Norms([], [], AS_THEY_ARE, {}, {})
-    q_norm, k_norm = (norm_of(problem, name) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (choose_norm(problem, name) for name in ("q_norm", "k_norm"))
     if q_norm is not None and "cos" not in problem:
         alike = all(problem.axes(name) == "D" for name in ("q_norm", "q_norm_bias") if name in problem)
-        rows = (LayerOfRows if isinstance(q_norm, Layer) else RmsOfRows)(alike)
+        rows = (LayerOfRows if isinstance(q_norm, LayerNorm) else RmsOfRows)(alike)
         told = norm_arrays(problem, "q_norm", "HD") | numbers
         found = found._replace(queries=[(Normed(q_norm), numbers)], rows=[NormedRows(rows)], of_queries=told)
     if k_norm is not None:
         told = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", "GD").items()}
-        found = found._replace(keys=ByLayer() if isinstance(k_norm, Layer) else ByRms(), of_keys=told | numbers)
+        found = found._replace(keys=ByLayer() if isinstance(k_norm, LayerNorm) else ByRms(), of_keys=told | numbers)
     return found
