@@ -9,8 +9,8 @@ import torch
 
 from ..options import check_flag
 from ..softmax.autograd import adjacent
-from ..softmax.backward.norms import gradients as norm_gradients
-from ..softmax.backward.norms import normalised
+from ..softmax.backward.norm_programs import gradients as norm_gradients
+from ..softmax.backward.norm_programs import normalised
 from ..softmax.call_options import differentiated
 from ..softmax.gradient import ONCE, flat, grouped
 from . import plans

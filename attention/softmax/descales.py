@@ -9,8 +9,6 @@ from ops import columns, exp2, hstack, lane_sum, log2, maximum, row_max
 from tiles import inlined, static
 from tiles.arguments import array
 
-from ..cache.quantize_kernels import BLOCK
-
 LEAST = 2.0**-100  # the least unit of scores
 LEAST_VALUE = 2.0**-60  # the least unit of a block of values; that of a block of zeros may be anything
 
@@ -206,3 +204,6 @@ class OfBlocks(OfHeads):
             return state.add_sums(l + lane_sum(columns(p, BLOCK, 1)) * exp2(-self.exponent(tile.values[1])))
         else:
             return state.add_sums(lane_sum(p) * exp2(-self.exponent(tile.values[0])))
+
+
+BLOCK = 128  # rows that share a descale if a head has several descales

@@ -8,7 +8,8 @@ from tiles.schema import Problem
 from .decode import ampere, hopper
 from .decode.caches import DenseLoader
 from .decode.launches import TILES, AppendPlan, DecodeOptions, of_few, shared_out
-from .decode.norms import AS_THEY_ARE, Norms
+from .decode.norm_planning import Norms
+from .decode.norms import AS_THEY_ARE
 from .hopper import MANY
 from .planning import scale_of
 

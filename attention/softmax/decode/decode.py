@@ -18,7 +18,7 @@ from ..index_checks import Asking, indexed
 from ..planning import check_extents, functions_of, scale_of
 from ..python_functions import named
 from .launches import DecodeOptions, appended, cache_of, of_few, of_many, shared_out
-from .norms import norms_of
+from .norm_planning import norms_of
 from .page_checks import placed
 
 MOST_SPLITS = 1024

@@ -12,8 +12,8 @@ from tiles.plan import Plan, Step
 from tiles.schema import Problem
 from tiles.targets import has_early_launch, has_fp8, is_hopper
 
-from ...cache import append as appending
 from ...cache import write_kernel
+from ...cache.append_plan import AppendNames, has_descale_per_key, norm_operands, plan_append
 from ...families import choose_family
 from ..assembled import build_variant
 from ..key_sources import IndexedCache, OneBuffer, PagedKeys
@@ -24,7 +24,7 @@ from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
 from . import ampere, combine, hopper, many_queries
 from .caches import DenseLoader, IndexedLoader, PagedLoader
-from .norms import Norms
+from .norm_planning import Norms
 from .products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from .reach import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
 from .results import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
@@ -77,11 +77,11 @@ def appended(problem: Problem, interleaved: bool, local: bool, norm_eps: float, 
         scratch = [(problem("BSHD"), problem.dtype)]
         queries = problem.scratch(0, *scratch[0])
     turned, alone = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
-    names = appending.AppendNames("s", "S", None if alone else turned, ends)
-    steps = appending.plan_append(problem, interleaved, local, names, norm_eps)
+    names = AppendNames("s", "S", None if alone else turned, ends)
+    steps = plan_append(problem, interleaved, local, names, norm_eps)
     if turned and alone and 0 not in problem("SH"):  # they lie by other ends than new keys
         how: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"], "interleaved": interleaved}
-        how |= {"causal": local, "norm": appending.norm_operands(problem, "q_norm", "H"), "norm_eps": norm_eps}
+        how |= {"causal": local, "norm": norm_operands(problem, "q_norm", "H"), "norm_eps": norm_eps}
         tables = problem["cos"], problem["sin"]
         steps.append(write_kernel.launch_rotation(problem.device, turned, problem["lengths"], tables, **how))
     return AppendPlan(steps, scratch, queries, told)
@@ -260,7 +260,7 @@ def _product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]]:
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
-    by_key = appending.has_descale_per_key(problem)
+    by_key = has_descale_per_key(problem)
     told = {name: problem[name] if by_key else over(problem, name, "NG") for name in names}
     scaled = [name for name, descale in told.items() if descale is not None]
     if len(scaled) == 1:
