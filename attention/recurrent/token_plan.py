@@ -1,14 +1,13 @@
 """The launch of the kernel that goes token by token (kernels/token_loop.py)."""
 
-import sys
-
 from tiles.arrays import Operand
 from tiles.launch import kernel_for
 from tiles.plan import Step
 from tiles.schema import Problem
 
-from .kernels.token_loop import MOST, WARPS, Config
-from .rules import varlen
+from .kernels import token_loop
+from .kernels.token_loop import MAX_GRID_YZ, WARPS, Config
+from .rules import is_varlen
 
 
 def launch(
@@ -20,7 +19,7 @@ def launch(
     columns: int = 0,
 ) -> Step:
     """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
-    it has more than there are values."""
+    it has more of them than v. ValueError: too many heads or sequences for a grid."""
     length, heads, key_heads, key_dim, value_dim, sequences = (problem.extents.get(axis, 1) for axis in "SHGKVN")
     columns = columns or value_dim
     decay = arrays.get("gDecay")
@@ -29,17 +28,17 @@ def launch(
         "" if decay is None else "channel" if len(decay.form.shape) == 4 else "token",
         arrays.get("gBeta") is not None,
         normalize,
-        varlen(problem),
+        is_varlen(problem),
         single,
     )
-    if max(heads, sequences) > MOST:
-        raise ValueError(f"q: must have at most {MOST} heads and sequences: {heads}, {sequences}")
-    wide = max(key_dim, columns)
-    arrays = arrays | {name: _of_tokens(arrays.get(name), problem, wide) for name in ("gDecay", "gBeta")}
+    if max(heads, sequences) > MAX_GRID_YZ:
+        raise ValueError(f"q: must have at most {MAX_GRID_YZ} heads and sequences: {heads=}, {sequences=}")
+    extent = max(key_dim, columns)
+    arrays = arrays | {name: _broadcast_gate(arrays.get(name), problem, extent) for name in ("gDecay", "gBeta")}
     parts = -(-columns // config.columns)
-    blocks = parts if config.together else -(-parts // WARPS)
-    return kernel_for(sys.modules[__name__], config, problem.device).bind(
-        (blocks, heads, sequences),  # in the order in which states lie: others took 6 % longer
+    blocks = parts if config.splits_rows else -(-parts // WARPS)
+    return kernel_for(token_loop, config, problem.device).bind(
+        (blocks, heads, sequences),  # the order of states in memory: another order took 6 % longer
         parts=parts,
         group=heads // key_heads,
         length=length,
@@ -48,11 +47,11 @@ def launch(
     )
 
 
-def _of_tokens(given: Operand | None, problem: Problem, columns: int) -> Operand | None:
-    """A decay or beta of each token as (B, S, H, columns): along axes that it lacks, its elements are repeated by steps of 0
-    bytes. A decay of channels is returned as it is."""
-    if given is None or len(given.form.shape) == 4:
-        return given
-    if len(given.form.shape) == 1:
-        given = given.spread(0, problem.extents.get("S", 1)).spread(0, problem.extents["B"])
-    return given.spread(3, columns)
+def _broadcast_gate(gate: Operand | None, problem: Problem, columns: int) -> Operand | None:
+    """A decay or beta as (B, S, H, columns): strides of 0 bytes repeat its elements along the axes that it lacks. A decay of
+    channels is returned unchanged."""
+    if gate is None or len(gate.form.shape) == 4:
+        return gate
+    if len(gate.form.shape) == 1:
+        gate = gate.spread(0, problem.extents.get("S", 1)).spread(0, problem.extents["B"])
+    return gate.spread(3, columns)
