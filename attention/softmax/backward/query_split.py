@@ -1,11 +1,11 @@
 """Into how many parts the queries of a key block are split, each for a thread block of its own."""
 
-import sys
 from typing import Any, NamedTuple
 
 from tiles.schema import Problem
 
 from ..launches import Before
+from . import shares
 from .base_config import BackwardConfig
 from .shares import COLUMN_MULTIPLE, MAX_DETERMINISTIC, MIN_TILES, ROWS, Config
 
@@ -62,5 +62,5 @@ def partial_arguments(early: Before, late: Before, config: BackwardConfig, split
         split.partials, config.head_dim, config.value_dim, config.dtype, config.vector_bytes, config.overlaps_previous
     )
     arrays, tiles = {"gPartialDK": partial_dk, "gPartialDV": partial_dv, "gDK": dk, "gDV": dv}, -(-keys // ROWS)
-    late.launch(sys.modules[__name__], combine, batch * heads * tiles, tiles=tiles, heads=heads, **arrays)
+    late.launch(shares, combine, batch * heads * tiles, tiles=tiles, heads=heads, **arrays)
     return {"gDK": partial_dk, "gDV": partial_dv, **args}
