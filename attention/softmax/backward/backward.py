@@ -157,7 +157,7 @@ def backward(
     q_norm, k_norm, norm_eps: norms of queries and keys, as forward has them. dq and dk are those of q and k before the
     norms; the gradients of the normalised rows are rounded to their dtype on the way, or kept in float32 with
     accumulate=True. The norms' own gradients are float32, have their shapes and come last: for each norm an array, or a
-    batch_head (of the weights, of the bias). Their sums have a fixed order.
+    pair (of the weights, of the bias). Their sums have a fixed order.
 
     forward's other options have no gradient yet. stream, family: as in forward.
 
@@ -173,8 +173,8 @@ def backward(
     dsink = sink is not None if dsink is None else dsink
     if dsink is not False and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
-    norm_programs.check("q", q_norm, dq_norm)
-    norm_programs.check("k", k_norm, dk_norm)
+    norm_programs.check_norm_gradient("q", q_norm, dq_norm)
+    norm_programs.check_norm_gradient("k", k_norm, dk_norm)
     besides = [None if x is False else x for x in (dbias, dalibi, dsink, *each_of(daux, read))]
     if check_flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
@@ -183,13 +183,11 @@ def backward(
         )
         check_accumulators({name: x for name, x in zip(GRADIENTS, besides) if x is not None})
     eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
-    of_q, of_k = (norm_programs.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+    of_q, of_k = (norm_programs.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
     if accumulate:
-        into = [
-            norm_programs.cleared("q", q, q_norm, dq, stream, layout),
-            norm_programs.cleared("k", k, k_norm, dk, stream, layout),
-        ]
+        buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
+        into = [norm_programs.gradient_buffer(*of, stream, layout) for of in buffers]
     size, ready_for, (*lists, _, marks) = blocks_of(blocks)
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
@@ -216,8 +214,8 @@ def backward(
         found = _variant(stream, (*params, *places), options, layout)
     if q_norm is k_norm is None:
         return found
-    dq, of_q_norm = norm_programs.gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
-    dk, of_k_norm = norm_programs.gradients("k", k, found[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
+    dq, of_q_norm = norm_programs.norm_gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
+    dk, of_k_norm = norm_programs.norm_gradients("k", k, found[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
     return dq, dk, *found[2:], *of_q_norm, *of_k_norm
 
 

@@ -14,13 +14,13 @@ from .. import norms
 from ..gradient import ONCE
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
-from ..norm_parts import Layer, Rms
-from .norms import PART, ROWS_OF, SHARE, NormColumnSums, NormRowGradients, SumNormPartials
+from ..norms import Layer, Rms
+from .norms import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients, SumNormPartials
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
-def _normalising(x: str, axes: str) -> Program:
-    """The norm of x's rows, by itself."""
+def _normalise_program(x: str, axes: str) -> Program:
+    """The program that normalises the rows of x."""
     schema = Schema(
         f"norm_{x}",
         f"""
@@ -33,7 +33,7 @@ def _normalising(x: str, axes: str) -> Program:
 
     @program(schema, no_gradient=ONCE)
     def normalise(problem: Problem, norm_eps: float) -> Plan:
-        """How it is done for calls of this form."""
+        """The launch that normalises."""
         batch, rows, heads, columns = problem(axes)
         params = norm_arrays(problem, f"{x}_norm", axes[2:])
         if 0 in (batch, rows, heads):
@@ -49,41 +49,41 @@ def _normalising(x: str, axes: str) -> Program:
     return normalise
 
 
-def _differentiating(x: str, axes: str, accumulate: bool = False) -> Program:
-    """The gradients of x, and of the norm's weights and bias, which have these's shapes: one for all heads, or one for each.
-    adds: to what is there?"""
-    held, role, if_layer = ("float32", "updated", "updated?") if accumulate else ("tile", "made", "made  layer")
+def _gradient_program(x: str, axes: str, accumulate: bool = False) -> Program:
+    """The program of the gradients of x and of the norm's weights and bias, which have one row for all heads or one for each.
+    accumulate: does it add to what the arrays hold?"""
+    grad_dtype, role, layer_role = ("float32", "updated", "updated?") if accumulate else ("tile", "made", "made  layer")
     schema = Schema(
         f"norm_{x}_gradient" + "_into" * accumulate,
         f"""
         {x}            {axes}          tile
-        dy             {axes}          {held}
+        dy             {axes}          {grad_dtype}
         {x}_norm       D|{axes[2]}D  real
         {x}_norm_bias  D|{axes[2]}D  real     optional
-        d{x}           {axes}          {held}   {role}
+        d{x}           {axes}          {grad_dtype}   {role}
         d{x}_norm      ={x}_norm       float32  {role}
-        d{x}_norm_bias ={x}_norm_bias  float32  {if_layer}
+        d{x}_norm_bias ={x}_norm_bias  float32  {layer_role}
         """,
     )
 
     @program(schema, no_gradient=ONCE)
     def differentiate(problem: Problem, norm_eps: float, layer: bool) -> Plan:
-        """How it is done for calls of this form."""
+        """The launches that compute these gradients."""
         batch, rows, heads, columns = problem(axes)
-        sums = {name: _by_group(problem[name]) for name in (f"d{x}_norm", f"d{x}_norm_bias")[: 1 + layer]}
-        give = nothing if accumulate else None
+        sums = {name: _as_groups(problem[name]) for name in (f"d{x}_norm", f"d{x}_norm_bias")[: 1 + layer]}
+        outputs = nothing if accumulate else None
         if 0 in (batch, rows, heads):
             return Plan(
-                [Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), give
+                [Fill(problem[name], 0.0) for name in sums if not accumulate and 0 not in problem[name].form.shape], (), outputs
             )
         norm, dtype = Layer() if layer else Rms(), DTYPES[problem.dtype]
         padded = min(dim for dim in SHAPES if dim >= columns)
         config = NormRowGradients(norm, padded, dtype, problem.bytes_at_once() == ALIGNMENT, accumulate)
         tiles, blocks, panels = -(-rows // PART.rows), -(-rows // config.rows), -(-columns // PART.cols)
-        parts = batch * tiles // SHARE + 1
-        scratch = [((batch * heads, 2, rows), "float32"), *[((heads, parts, columns), "float32") for _ in sums]]
-        of_rows = problem.scratch(0, *scratch[0])
-        arrays = {"gX": problem[x], "gDY": problem["dy"], "gRows": of_rows}
+        splits = batch * tiles // TILES_PER_BLOCK + 1
+        scratch = [((batch * heads, 2, rows), "float32"), *[((heads, splits, columns), "float32") for _ in sums]]
+        row_stats = problem.scratch(0, *scratch[0])
+        arrays = {"gX": problem[x], "gDY": problem["dy"], "gRowStats": row_stats}
         params = {"norm_eps": norm_eps, "columns": columns} | norm_arrays(problem, f"{x}_norm", axes[2:])
         steps = [
             kernel_for(config, config, problem.device).bind(
@@ -92,75 +92,76 @@ def _differentiating(x: str, axes: str, accumulate: bool = False) -> Program:
         ]
         for n, (name, target) in enumerate(sums.items(), 1):
             summing, adding = NormColumnSums(dtype, name == f"d{x}_norm_bias", accumulate), SumNormPartials(accumulate)
-            lengths = {"batches": batch, "heads": heads, "tiles": tiles, "cuts": panels, "parts": parts}
+            lengths = {"batches": batch, "heads": heads, "tiles": tiles, "panels": panels, "splits": splits}
             launch = kernel_for(summing, summing, problem.device)
-            steps.append(launch.bind(heads * parts * panels, gParts=problem.scratch(n, *scratch[n]), **arrays, **lengths))
+            steps.append(launch.bind(heads * splits * panels, gPartials=problem.scratch(n, *scratch[n]), **arrays, **lengths))
             (groups, _) = target.form.shape
-            all_parts = problem.scratch(n, (groups, heads * parts // groups, columns), "float32")
+            partials = problem.scratch(n, (groups, heads * splits // groups, columns), "float32")
             launch = kernel_for(adding, adding, problem.device)
             steps.append(
-                launch.bind(groups * panels, gParts=all_parts, gSum=target, panels=panels, parts=heads * parts // groups)
+                launch.bind(groups * panels, gPartials=partials, gSum=target, panels=panels, splits=heads * splits // groups)
             )
-        return Plan(steps, scratch, give)
+        return Plan(steps, scratch, outputs)
 
     return differentiate
 
 
-def _by_group(x: Operand) -> Operand:
-    """Sums as (group, column): one group if there is one for all heads."""
+def _as_groups(x: Operand) -> Operand:
+    """An array of a norm's gradient as (group, column): one group if all heads share it."""
     form = x.form
     return x if len(form.shape) == 2 else x._replace(form=form._replace(shape=(1, *form.shape), strides=(0, *form.strides)))
 
 
-def _clearing(x: str, axes: str) -> Program:
-    """Where the gradients of x's normalised rows are summed up, before there are any."""
+def _zeros_program(x: str, axes: str) -> Program:
+    """The program that creates a float32 array of zeros, in which the gradients of x's normalised rows accumulate."""
 
     @program(Schema(f"zeros_{x}", f"{x} {axes} tile\n zeros {axes} float32 made"), no_gradient=ONCE)
     def zeros_like(problem: Problem) -> Plan:
-        """How it is done for calls of this form."""
+        """The step that writes the zeros."""
         return Plan([Fill(problem["zeros"], 0.0)] if 0 not in problem[x].form.shape else [])
 
     return zeros_like
 
 
-NORMALISE = {x: _normalising(x, axes) for x, axes in ROWS_OF.items()}
-DIFFERENTIATE = {x: _differentiating(x, axes) for x, axes in ROWS_OF.items()}
-INTO = {x: _differentiating(x, axes, accumulate=True) for x, axes in ROWS_OF.items()}
-ZEROS = {x: _clearing(x, axes) for x, axes in ROWS_OF.items()}
+NORMALISE = {x: _normalise_program(x, axes) for x, axes in ROWS_OF.items()}
+DIFFERENTIATE = {x: _gradient_program(x, axes) for x, axes in ROWS_OF.items()}
+INTO = {x: _gradient_program(x, axes, accumulate=True) for x, axes in ROWS_OF.items()}
+ZEROS = {x: _zeros_program(x, axes) for x, axes in ROWS_OF.items()}
 
 
-def normalised(name: str, x: Any, norm: Any, eps: Any, stream: Any, layout: str) -> Any:
-    """x, "q" or "k", as attention.forward normalises it; x itself where there is no norm."""
+def normalise_rows(name: str, x: Any, norm: Any, eps: Any, stream: Any, layout: str) -> Any:
+    """x, which is q or k, as attention.forward normalises it; x itself where there is no norm."""
     if norm is None:
         return x
     return NORMALISE[name](stream, (x, *split_norm(f"{name}_norm", norm), None), (eps,), layout)
 
 
-def cleared(name: str, x: Any, norm: Any, dx: Any, stream: Any, layout: str) -> Any:
-    """Where gradients of the rows of x, "q" or "k", are added, as they are normalised: dx itself where there is no norm."""
+def gradient_buffer(name: str, x: Any, norm: Any, dx: Any, stream: Any, layout: str) -> Any:
+    """The float32 array in which gradients of the normalised rows of x, q or k, accumulate: dx itself where there is no
+    norm."""
     return dx if norm is None else ZEROS[name](stream, (x, None), (), layout)
 
 
-def check(name: str, norm: Any, of_norm: Any) -> None:
-    """ValueError, TypeError: of_norm is not where the gradient of the norm of "q" or "k" can go. The program that writes there
-    would say so, too, but after those before it have run, and have added to what they were given."""
-    if of_norm is None:
+def check_norm_gradient(name: str, norm: Any, d_norm: Any) -> None:
+    """ValueError, TypeError: d_norm cannot take the gradient of the norm of "q" or "k". The program that writes there raises
+    these, too, but only after earlier programs have run, and have added to the arrays that they were given."""
+    if d_norm is None:
         return
-    asked = f"d{name}_norm"
+    argument = f"d{name}_norm"
     if norm is None:
-        raise ValueError(f"{asked}: must be None where there is no {name}_norm: {asked}={of_norm!r:.60}")
-    parts, params = split_norm(f"{name}_norm", norm), split_norm(asked, of_norm)
-    if (parts[1] is None) != (params[1] is None):
-        raise TypeError(f"{asked}: must be {'an array' if parts[1] is None else 'a batch_head of arrays'}, as {name}_norm is")
-    for x, like in zip(params, parts):
+        raise ValueError(f"{argument}: must be None where there is no {name}_norm: {argument}={d_norm!r:.60}")
+    weights, gradients = split_norm(f"{name}_norm", norm), split_norm(argument, d_norm)
+    if (weights[1] is None) != (gradients[1] is None):
+        raise TypeError(f"{argument}: must be {'an array' if weights[1] is None else 'a pair of arrays'}, as {name}_norm is")
+    for x, like in zip(gradients, weights):
         shape, wanted = (tuple(getattr(array, "shape", ())) for array in (x, like))
         if shape != wanted:
-            raise ValueError(f"{asked}: must have {name}_norm's shape: {asked}.shape={shape}, {name}_norm.shape={wanted}")
+            raise ValueError(f"{argument}: must have {name}_norm's shape: {argument}.shape={shape}, {name}_norm.shape={wanted}")
         if x is not None and "float32" not in str(getattr(x, "dtype", "float32")):
-            raise TypeError(f"{asked}: dtype must be float32: {asked}.dtype={str(x.dtype)!r}")
+            raise TypeError(f"{argument}: dtype must be float32: {argument}.dtype={str(x.dtype)!r}")
 
 
-def gradients(
+def norm_gradients(
     name: str,
     x: Any,
     dy: Any,
@@ -169,19 +170,19 @@ def gradients(
     dx: Any,
     stream: Any,
     layout: str,
-    of_norm: Any = None,
+    d_norm: Any = None,
     accumulate: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """(dx, the norm's gradient in float32: (), (that of weights,) or ((that of weights, that of the bias),)), dy being the
-    gradient of the normalised rows. dx, of_norm: written in place of new arrays, or if it adds to what they hold, in float32,
-    of which dy is then, too."""
+    """(dx, the norm's gradients in float32: (), (dweights,) or ((dweights, dbias),)), from dy, the gradient of the normalised
+    rows. dx, d_norm: arrays to write to instead of new ones. accumulate: dx and d_norm are float32, as dy is, and results are
+    added to what they hold."""
     if norm is None:
         return dy, ()
-    parts, params = split_norm(f"{name}_norm", norm), split_norm(f"d{name}_norm", of_norm)
-    layer = parts[1] is not None
-    arrays = x, dy, *parts, dx, *params
+    weights, gradients = split_norm(f"{name}_norm", norm), split_norm(f"d{name}_norm", d_norm)
+    layer = weights[1] is not None
+    arrays = x, dy, *weights, dx, *gradients
     if accumulate:
         INTO[name](stream, arrays, (eps, layer), layout)
-        return dx, (of_norm,)
-    found, *made = DIFFERENTIATE[name](stream, arrays, (eps, layer), layout)
-    return found, (tuple(made) if layer else made[0],)
+        return dx, (d_norm,)
+    dx, *d_weights = DIFFERENTIATE[name](stream, arrays, (eps, layer), layout)
+    return dx, (tuple(d_weights) if layer else d_weights[0],)
