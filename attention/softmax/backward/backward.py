@@ -17,7 +17,7 @@ from ..index_checks import Asking, indexed
 from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
 from ..python_functions import named
 from ..score_derivative import derivatives
-from ..scores import ScoredBack
+from ..scores import ScoredWithGrad
 from . import norm_programs
 from .launches import plan_launches
 from .query_lists import MAX_SURVEY_QUERIES
@@ -298,7 +298,7 @@ def _variant(
         (left, right),
         *of_scores,
         mask=None if blocked else masking,
-        score=ScoredBack(scoring, found.score_and_grad, found.even) if scoring and found else None,
+        score=ScoredWithGrad(scoring, found.score_and_grad, found.linear) if scoring and found else None,
         more=[*more, (blocked, {})] if blocked else more,
     )
     reads = {name: reads_of(problem, name, found) for name in also.split() if name != "dsink"}
