@@ -8,7 +8,7 @@ from numpy import int32
 from tiles import inlined, st, static
 from tiles.arguments import ENDS, INT, tiled
 
-from ..softmax.decode.caches import PAGE_TABLE
+from ..softmax.key_sources import PAGE_TABLE
 from .shape import LATENT, ROTARY
 
 ROTARY_BLOCK = LATENT // ROTARY  # index of the rotated columns in a row, in blocks of ROTARY columns

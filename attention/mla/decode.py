@@ -29,8 +29,8 @@ from ..softmax.online import SLACK
 from ..softmax.planning import scale_of
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
-from .shape import COLUMNS, LATENT, ROTARY
 from .products import LatentProducts
+from .shape import COLUMNS, LATENT, ROTARY
 
 MIN_BOX_ROWS = 32  # of TMA: with boxes of 16 rows it takes 1.3 times as long as gathering rows, with 64 nine tenths
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..softmax.key_sources import BLOCK
-from ..softmax.remote_keys import Seen
+from ..softmax.remote_keys import KeyPlacement
 from .choice import ITEM_BYTES
-from .gather_in_place import build_key_layout, count_keys_before, supports_options
+from .gather_in_place import build_key_placement, count_keys_before, supports_options
 from .orders import Span, Spans, count_tokens, with_offsets
 from .pieces import ForwardCall
 
@@ -35,14 +35,14 @@ class RowCopy(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class CopySchedule:
     """What calls of a form have in common. most: rows of the longest share; rows: of others', that come; copies: in their
-    order. lengths, awaits, seen: see softmax.remote_keys."""
+    order. lengths, required, placement: see softmax.remote_keys."""
 
     most: int
     rows: int
     copies: tuple[RowCopy, ...]
     lengths: Any
-    awaits: Any
-    seen: Seen
+    required: Any
+    placement: KeyPlacement
 
 
 def plan_copies(
@@ -63,14 +63,14 @@ def plan_copies(
                 first, to = at + part.start - span.start, part.start - count_keys_before(own, part.start)
                 every.append((part, RowCopy(other, Span(first, first + len(part)), Span(to, to + len(part)))))
     every.sort(key=lambda one: -one[0].start)
-    awaits = torch.zeros(-(-piece.keys.stop // BLOCK) + 1, dtype=torch.int32)
-    awaits[-1] = len(every)
+    required = torch.zeros(-(-piece.keys.stop // BLOCK) + 1, dtype=torch.int32)
+    required[-1] = len(every)
     for n, (part, _) in enumerate(every):
-        awaits[part.start // BLOCK : -(-part.stop // BLOCK)] = n + 1
+        required[part.start // BLOCK : -(-part.stop // BLOCK)] = n + 1
     most, copies = max(map(count_tokens, keys)), tuple([copy for _, copy in every])
     rows = max(1, sum([len(copy.place) for copy in copies]))  # TMA takes no array without elements
     return CopySchedule(
-        most, rows, copies, piece.options["lengths_k"], awaits.to(call.device), build_key_layout(piece, own, call)
+        most, rows, copies, piece.options["lengths_k"], required.to(call.device), build_key_placement(piece, own, call)
     )
 
 

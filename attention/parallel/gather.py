@@ -66,7 +66,9 @@ class GatherAttention:
         if arrival is not None:
             q, k, v = (x if adjacent(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             keys, values, arrived = self.peers.start_copies(arrival, k, v)
-            return remote_keys.arriving(q, keys, values, arrival.lengths, k, v, arrived, arrival.awaits, arrival.seen)
+            return remote_keys.forward_streaming(
+                q, keys, values, arrival.lengths, k, v, arrived, arrival.required, arrival.placement
+            )
         others = self._in_place(k, v, call)
         if others is not None and adjacent(q, k, v):
             return others.attend(self.peers, q, k, v)

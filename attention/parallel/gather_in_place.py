@@ -30,7 +30,7 @@ class InPlaceGather:
     piece: the one launch."""
 
     def __init__(self, k: Any, v: Any, own: Spans, its: Redistribution, piece: CallPiece, call: ForwardCall):
-        self.lengths, self.seen = piece.options["lengths_k"], build_key_layout(piece, own, call)
+        self.lengths, self.placement = piece.options["lengths_k"], build_key_placement(piece, own, call)
         rows = piece.keys.stop - count_keys_before(own, piece.keys.stop)
         self.of_keys, self.of_values = (_MessagePlan(x, rows, own, its) for x in (k, v))
 
@@ -52,7 +52,7 @@ class InPlaceGather:
         receives = [(rank, strided(keys, *part) if part else keys) for rank, part in of_keys.receives]
         receives += [(rank, strided(values, *part) if part else values) for rank, part in of_values.receives]
         peers.exchange(sends, receives).wait()
-        return remote_keys.apart(q, keys, values, self.lengths, k, v, self.seen)
+        return remote_keys.forward_two_buffers(q, keys, values, self.lengths, k, v, self.placement)
 
 
 class _MessagePlan:
@@ -72,12 +72,12 @@ class _MessagePlan:
         self.receives = [(rank, part(first, n, rows)) for rank, first, (_, n) in zip(its.receives, before, there)]
 
 
-def build_key_layout(piece: CallPiece, own: Spans, call: ForwardCall) -> remote_keys.Seen:
+def build_key_placement(piece: CallPiece, own: Spans, call: ForwardCall) -> remote_keys.KeyPlacement:
     """The numbers that such a call takes."""
     end = piece.keys.stop
     first, second = (own + (Span(end, end),) * 2)[:2]
     spans = first.start, first.stop, second.start, second.stop
-    return remote_keys.Seen(
+    return remote_keys.KeyPlacement(
         end, *spans, bool(call.options.get("causal")), call.options.get("scale"), family_block_kv(call.options.get("family"))
     )
 

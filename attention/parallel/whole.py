@@ -15,7 +15,7 @@ from tiles.frameworks import describe
 from ..options import check_positive, split_norm
 from ..softmax.block_masks import FIELDS
 from ..softmax.call_options import AUX, blocks_of, ends_of, random_of
-from ..softmax.forward_programs import VARIANTS, Seen
+from ..softmax.forward_programs import VARIANTS, ScoreOptions
 from ..softmax.forward_programs import keys_of_a_block as kv_block_of_variant
 from ..softmax.index_checks import Asking, indexed
 from ..softmax.launches import over
@@ -60,7 +60,9 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
         return None
     mask, score = (named(name, options.get(name)) for name in ("mask", "score"))
     cap = check_positive("softcap", options.get("softcap"))
-    seen = Seen(bool(options.get("causal")), *ends_of(options.get("window")), cap, mask, score, *blocks.size, blocks.ready_for)
+    seen = ScoreOptions(
+        bool(options.get("causal")), *ends_of(options.get("window")), cap, mask, score, *blocks.size, blocks.ready_for
+    )
     seed = None if random.seed is None else Number(0)  # which one it is decides nothing
     more = parts_of(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
     return kv_block_of_variant(problem, seen, options.get("scale"), options.get("family"), more)

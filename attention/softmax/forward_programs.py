@@ -99,7 +99,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     return planned(problem, build_variant(scale_of(problem, scale), causal), return_lse, family)
 
 
-class Seen(NamedTuple):
+class ScoreOptions(NamedTuple):
     """Which keys a query sees, and what becomes of their scores: the options of a variant that are no arrays. left, right: the
     ends of the window. mask, score: the names that python_functions.py knows the functions by. block_rows, block_cols: the
     size of a caller's blocks. ready_for: which calls the given lists of key blocks serve (prepared_lists.py)."""
@@ -138,8 +138,8 @@ def _variant(
     """The Plan of a call with variants (see Seen), norms and dropout."""
     check_extents(problem)
     more = parts_of(problem, norm_eps, dropout, seed_value)
-    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, seen, scale, return_lse, family, more, norm_eps)
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, options, scale, return_lse, family, more, norm_eps)
 
 
 _block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
@@ -168,9 +168,9 @@ def _of_fp8(
     """The Plan of a call with q, k and v of float8_e4m3fn. q_unit, k_unit and v_unit: the descales that are numbers."""
     check_extents(problem, 16)
     check_output(problem)
-    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    numbers: dict[str, float | Number] = {"qk_unit": q_unit * k_unit, "v_unit": v_unit}
-    return planned_variant(problem, seen, scale, return_lse, family, numbers=numbers)
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    numbers: dict[str, float | Number] = {"qk_descale": q_unit * k_unit, "v_descale": v_unit}
+    return planned_variant(problem, options, scale, return_lse, family, numbers=numbers)
 
 
 @program(FP8_CACHE, no_gradient=ONCE)
@@ -198,13 +198,13 @@ def _fp8_cache(
     v_unit: the descales that are numbers."""
     check_extents(problem)
     more = parts_of(problem, norm_eps, dropout, seed_value)
-    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, seen, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, options, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
 
 
 def planned_variant(
     problem: Problem,
-    seen: Seen,
+    options: ScoreOptions,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -215,25 +215,25 @@ def planned_variant(
 ) -> Plan:
     """The Plan of a variant. more: further parts of it, with the numbers that each tells its kernels. numbers: what kernels are
     told besides. units: the descales of keys and values that are converted before."""
-    spec, aux, listing, looks = variant_of(problem, seen, scale, more)
+    spec, aux, listing, looks = variant_of(problem, options, scale, more)
     spec = spec._replace(numbers=spec.numbers | (numbers or {}))
     plan = planned(problem, spec, return_lse, family, aux, listing, norm_eps, units)
     return plan._replace(steps=[*looks, *plan.steps])
 
 
 def keys_of_a_block(
-    problem: Problem, seen: Seen, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
+    problem: Problem, options: ScoreOptions, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
 ) -> int:
     """How many keys a block has in the kernel that serves a call of _variant, or the same call of _forward."""
-    spec, aux, listing, _ = variant_of(problem, seen, scale, more)
+    spec, aux, listing, _ = variant_of(problem, options, scale, more)
     return chosen(problem, spec, family, aux, listing)[1].kv
 
 
 def variant_of(
-    problem: Problem, seen: Seen, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
+    problem: Problem, options: ScoreOptions, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
 ) -> tuple[VariantSpec, list[Operand], Listing | None, list[Step]]:
     """(the assembled variant, the arrays of aux, how lists of key blocks are made, the checks of what aux is indexed by)"""
-    causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = seen
+    causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
     masking, scoring, aux = functions_of(problem, mask, score)
     if (mask or score) and "Z" in problem.extents:
         raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
@@ -251,7 +251,7 @@ def variant_of(
         (left, right),
         softcap,
         "alibi" in problem,
-        bias_of(problem, last=scoring is None, whole=True),
+        bias_of(problem, last=scoring is None, in_units_of_one=True),
         "sink" in problem,
         None if listing and listing.blocked else masking,
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda
-from numba.cuda import types
 from numpy import float32, int32
 
 from ops import col_index, divmod, finish_sum, lane_sum, ones, row_index, tile_max, tile_sum, where, zeros
 from tiles import fp32, inlined, rt, static
 from tiles.arguments import INT, Record, record
 from tiles.layout import LANES
+from tiles.numba_names import types
 
 from .tiling import KeyBlocks, Tiling
 from .variants import ScoreContext, Variant, arrays_of

@@ -67,7 +67,7 @@ def test_more_shared_memory_than_today_s(monkeypatch):
 
     def chosen(room):
         yield from (ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
-        yield from (backward_ampere.config_for(dim, bf16, FULL, room=room) for dim in (64, 128, 256))
+        yield from (backward_ampere.config_for(dim, bf16, FULL, shared_limit=room) for dim in (64, 128, 256))
         for dim in (64, 96, 128, 192, 256):
             for product in (SameDtypeProducts(bf16), Fp8Products(bf16, True)):
                 for split in (FixedSplits, StreamKSplits):

@@ -3,14 +3,13 @@ stage of a block's pipeline; `copy_rows` and `load_fp8_rows` load one warp's row
 
 from typing import Any
 
-from numba.cuda import types
 from numpy import int32
 
 from ops import copy_async, copy_pages, load_pages, load_unordered, look_up, truncate
 from tiles import inlined, static
 from tiles.arguments import ENDS
 
-PAGE_TABLE = types.Array(types.int32, 2, "A")
+from ..key_sources import PAGE_TABLE
 
 
 @static

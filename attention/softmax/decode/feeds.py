@@ -11,9 +11,8 @@ from tiles.arguments import array
 from tiles.layout import WARPGROUP
 from tiles.types import st
 
-from ..key_sources import OneBuffer
+from ..key_sources import PAGE_TABLE, OneBuffer
 from ..sequences import Sequence
-from .caches import PAGE_TABLE
 
 
 @static

@@ -282,7 +282,7 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
     whole = np.concatenate([held, held[..., :ROTARY]], -1)
     refused(
         TypeError,
-        "^latent: of float8_e4m3fn has 512 columns, and the rest apart: pass rotary= and descale=: .*576",
+        "^latent: in float8_e4m3fn must have 512 columns; pass rotary= and descale=, too: .*576",
         latent=whole,
     )
     refused(ValueError, "^latent: q must have 576 columns", **fp8 | {"rotary": draw((1, 5, 2 * ROTARY))})

@@ -144,7 +144,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
                 softmax._differentiate(plan, out, None, *arrays, out, lse, told, ["q", "k", "v"])
         for one in its:
             if isinstance(one.config, BackwardConfig if back else BaseConfig):
-                k = np.arange(problem.length_k) if "own_k" in one.arrays else places.of(one.arrays["k"])
+                k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])
                 own = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
                 assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
                 found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, own))

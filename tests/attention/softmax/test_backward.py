@@ -89,12 +89,12 @@ def test_wide_heads(place, lengths, heads, options):
     ],
 )
 def test_short_sequences_have_shapes_of_their_own(head_dim, lengths, variant, shape):
-    found = ampere.short(head_dim, 8, variant, *lengths)
+    found = ampere.short_shape(head_dim, 8, variant, *lengths)
     assert (found and found[:2]) == shape
 
 
 def test_warps_have_equal_parts_of_dq():
-    with pytest.raises(ValueError, match="4 warps cannot have as many of 2 parts of dQ each"):
+    with pytest.raises(ValueError, match="warps: must divide the 2 parts of dQ: self.warps=4"):
         ampere.config_for(64, bf16, FULL, shape=(64, 32, 16, 32, False, 3))
 
 

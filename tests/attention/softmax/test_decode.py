@@ -411,7 +411,9 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^pages: must have the axes sequences, pages of each: ", pages=table[0])
     refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
     refused(TypeError, "^splits: must be an integer", splits=2.5)
-    refused(ValueError, "^family: 'sm_90' serves few query tokens only with a cache of q's dtype", family="sm_90", k=eight, v=eight)
+    refused(
+        ValueError, "^family: 'sm_90' serves few query tokens only with a cache of q's dtype", family="sm_90", k=eight, v=eight
+    )
     refused(TypeError, "^causal: must be a bool", causal=1)
     refused(ValueError, "^window", window=(-1, 0))
 

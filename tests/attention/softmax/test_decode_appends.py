@@ -419,7 +419,9 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^lengths: sequence 0 has room for 5 keys", k_new=new, v_new=new, lengths=np.array([5]))
     refused(ValueError, "^rotary: has 4 positions", k_new=new, v_new=new, rotary=(COS[:4], SIN[:4]))
     refused(ValueError, "^cu_seqlens: must end at 1", cu_seqlens=np.array([0, 2]))
-    refused(ValueError, "^k: batch must equal the number of sequences, 2", cu_seqlens=np.array([0, 1, 1]), lengths=np.array([4, 4]))
+    refused(
+        ValueError, "^k: batch must equal the number of sequences, 2", cu_seqlens=np.array([0, 1, 1]), lengths=np.array([4, 4])
+    )
     refused(TypeError, "^mask: must be a Python function", mask=3)
     refused(TypeError, "^aux: must be a tuple", aux=3)
 
