@@ -14,7 +14,7 @@ from .. import norms
 from ..gradient import ONCE
 from ..hopper import SHAPES
 from ..launches import DTYPES, norm_arrays
-from ..norms import Layer, Rms
+from ..norm_parts import Layer, Rms
 from .norms import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients, SumNormPartials
 
 

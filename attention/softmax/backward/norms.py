@@ -25,7 +25,7 @@ from tiles.arguments import INT, array, record
 from tiles.layout import LANES
 
 from ..hopper import SHAPES
-from ..norms import Layer, Rms
+from ..norm_parts import Layer, Rms
 from .results import StoreGradient, float32_output, times
 
 WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time

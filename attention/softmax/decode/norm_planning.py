@@ -7,33 +7,35 @@ from tiles.schema import Problem
 from ..launches import norm_arrays, norm_of
 from ..norm_parts import Layer, Normed
 from ..variants import Variant
-from .norms import AS_THEY_ARE, AsTheyAre, ByLayer, ByRms, LayerOfRows, NormedRows, RmsOfRows
+from .norms import PLAIN_KEYS, LayerNormedKeys, MultiHeadLayerNorm, MultiHeadNormed, MultiHeadRmsNorm, PlainKeys, RmsNormedKeys
 
 
-class Norms(NamedTuple):
-    """The norms that attention's kernels apply. queries: (variant, numbers) if the rows of a tile belong to one head. rows:
-    the variant if they belong to several. Both are empty without a norm. keys: what is done with keys. of_queries, of_keys:
-    the kernel's arguments."""
+class DecodeNorms(NamedTuple):
+    """The norms that attention's kernels apply. queries: [(variant, its arguments)] for tiles whose rows belong to one head.
+    rows: [variant] for tiles whose rows belong to several heads. Both are empty without a norm. keys: of the cache's keys.
+    query_args,
+    key_args: the kernel's arguments for `rows` and for `keys`."""
 
     queries: list[tuple[Variant, dict[str, Any]]]
     rows: list[Variant]
-    keys: AsTheyAre
-    of_queries: dict[str, Any]
-    of_keys: dict[str, Any]
+    keys: PlainKeys
+    query_args: dict[str, Any]
+    key_args: dict[str, Any]
 
 
-def norms_of(problem: Problem, norm_eps: float) -> Norms:
-    """The Norms of a call: of queries, if these were not normalised before they were rotated, and of the cache's keys.
+def select_norms(problem: Problem, norm_eps: float) -> DecodeNorms:
+    """The norms of a call: of queries, unless these are normalised before they are rotated, and of the cache's keys.
     ValueError: the arrays do not fit."""
     numbers: dict[str, Any] = {"norm_eps": norm_eps, "columns": problem("D")[0]}
-    found = Norms([], [], AS_THEY_ARE, {}, {})
+    norms = DecodeNorms([], [], PLAIN_KEYS, {}, {})
     q_norm, k_norm = (norm_of(problem, name) for name in ("q_norm", "k_norm"))
     if q_norm is not None and "cos" not in problem:
-        alike = all(problem.axes(name) == "D" for name in ("q_norm", "q_norm_bias") if name in problem)
-        rows = (LayerOfRows if isinstance(q_norm, Layer) else RmsOfRows)(alike)
-        told = norm_arrays(problem, "q_norm", "HD") | numbers
-        found = found._replace(queries=[(Normed(q_norm), numbers)], rows=[NormedRows(rows)], of_queries=told)
+        same_weights = all(problem.axes(name) == "D" for name in ("q_norm", "q_norm_bias") if name in problem)
+        norm = (MultiHeadLayerNorm if isinstance(q_norm, Layer) else MultiHeadRmsNorm)(same_weights)
+        args = norm_arrays(problem, "q_norm", "HD") | numbers
+        norms = norms._replace(queries=[(Normed(q_norm), numbers)], rows=[MultiHeadNormed(norm)], query_args=args)
     if k_norm is not None:
-        told = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", "GD").items()}
-        found = found._replace(keys=ByLayer() if isinstance(k_norm, Layer) else ByRms(), of_keys=told | numbers)
-    return found
+        args = {name.replace("norm", "k"): x for name, x in norm_arrays(problem, "k_norm", "GD").items()}
+        keys = LayerNormedKeys() if isinstance(k_norm, Layer) else RmsNormedKeys()
+        norms = norms._replace(keys=keys, key_args=args | numbers)
+    return norms
