@@ -414,7 +414,7 @@ def call(**other):
     ("other", "error", "words"),
     [
         (dict(deterministic=1), TypeError, "deterministic: must be"),
-        (dict(accumulate=True), TypeError, "dq: must be given, of float32, with accumulate=True"),
+        (dict(accumulate=True), TypeError, "dq: must be a float32 array with accumulate=True, got dq=None"),
         (dict(aux=None), TypeError, "aux: must be a tuple of arrays"),
         (dict(aux=([1.0, 2.0],), daux=True), TypeError, "aux0: must be an array"),
         (dict(dsink=True), ValueError, "dsink: must be None where there is no sink: dsink=True"),
@@ -426,7 +426,7 @@ def call(**other):
             (
                 dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), F32) for n in NAMES[:3]}) | other,
                 TypeError,
-                f"{name}: must be given",
+                f"{name}: must be a float32 array",
             )
             for name, other in (
                 ("dalibi", dict(alibi=np.ones(2, F32), dalibi=True)),
