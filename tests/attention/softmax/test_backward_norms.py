@@ -125,11 +125,11 @@ def test_the_formula_agrees_with_finite_differences(name):
     x, dy, weights_, bias = (draw(shape, float, n) for n, shape in enumerate([(2, 5, 2, 8), (2, 5, 2, 8), (8,), (2, 8)]))
     layer, step = name == "layer", 1e-5
     given = [x, weights_, bias][: 2 + layer]
-    normed = lambda x, *norm: reference.softmax.normed(x, norm if layer else norm[0], 1e-3, float, float)
+    normalize_rows = lambda x, *norm: reference.softmax.normalize_rows(x, norm if layer else norm[0], 1e-3, float, float)
     found = formula._of_norm(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
     for n, gradient in enumerate(found[: len(given)]):
         along = draw(given[n].shape, float, 9)
-        ends = [(normed(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]
+        ends = [(normalize_rows(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
 
