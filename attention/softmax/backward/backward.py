@@ -17,7 +17,7 @@ from ..index_checks import Asking, indexed
 from ..planning import as_window, bias_of, check_extents, dropped, functions_of, listing_of, scale_of
 from ..python_functions import named
 from ..score_derivative import derivatives
-from ..scores import ScoredBack
+from ..scores import ScoredWithGrad
 from . import norms
 from .launches import plan_launches
 from .query_lists import MAX_SURVEY_QUERIES
@@ -297,7 +297,7 @@ def _variant(
     score_derivatives = scoring and derivatives(scoring, axes)
     scored = None
     if scoring and score_derivatives:
-        scored = ScoredBack(scoring, score_derivatives.score_and_grad, score_derivatives.even)
+        scored = ScoredWithGrad(scoring, score_derivatives.score_and_grad, score_derivatives.linear)
     spec = build_variant(
         scale,
         causal,

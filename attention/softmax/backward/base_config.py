@@ -70,7 +70,7 @@ class BackwardConfig(BaseConfig):
     def tiling(self) -> QueryTiling:
         """The object that says which query tiles see a key block."""
         tiling = query_tiling(self.by_list, self.deterministic, self.splits_queries)
-        return tiling(self.rows, self.kv, self.variant, self.seq_layout.apart)
+        return tiling(self.rows, self.kv, self.variant, self.seq_layout.bounded_by_array)
 
     @property
     def lse_delta(self) -> sv:

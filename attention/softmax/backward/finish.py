@@ -71,13 +71,13 @@ def make(config: Config):
         if PDL:
             grid.wait()
         batch_head, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, batch_head, heads, params)
+        block, batch, head = sequences.find_tile(tile, batch_head, heads, params)
         if sequences.packed:
-            some, row = sequences.nobodys(block, batch, params)
+            some, row = sequences.padding_rows(block, batch, params)
             if some:
                 for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                     parts.finish(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
-        if sequences.has(block, batch, params):
+        if sequences.has_tile(block, batch, params):
             seq = sequences.sequence(batch, params)
             row = int32(seq.offset_q + QUERIES * block)
             if sequences.packed:

@@ -57,7 +57,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, bias_tiles = config.params, config.aux, config.dtype, config.order, config.bias_tiles
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
@@ -133,7 +133,7 @@ def make(config: Config):
         raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a key block, and what it adds to dQ. hopper.py documents the parameters."""
-        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
+        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = bias_tiles.open(smem)
         grid.follow()
         wg = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)

@@ -123,7 +123,7 @@ def make(config: Config):
         if PDL:
             grid.follow()
         batch_head, tile = divmod(cuda.blockIdx.x, blocks)
-        block, batch, head = sequences.find(tile, batch_head, heads, params)
+        block, batch, head = sequences.find_tile(tile, batch_head, heads, params)
         seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
         row, to = int32(ROWS * block + WARP_ROWS * warp), int32(2 * ROWS * tile + WARP_ROWS * warp)
         if sequences.packed:

@@ -176,7 +176,7 @@ class ScoreRecomputation:
         j; `at` of these scores). n: how many tiles came score_before."""
         q, k, v, do = buffers
         gQ, gK, gV, gDO = arrays
-        if not self.sequences.apart:  # rows after the ends belong to another sequence
+        if not self.sequences.bounded_by_array:  # rows after the ends belong to another sequence
             gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
         if self.sequences.packed:
             gQ, gDO = truncate(gQ, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)

@@ -14,7 +14,7 @@ from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
 from ..scores import Scored
-from ..sequences import GROWING, in_use
+from ..sequences import APPENDING, in_use
 from ..variants import Variant
 from ..visible_keys import Masked
 
@@ -51,7 +51,7 @@ class KeyWindow:
     @property
     def length_params(self) -> dict[str, Any]:
         """{kernel's argument: its type} of those that say how many keys are in use."""
-        return GROWING
+        return APPENDING
 
     @inlined
     def in_use(self, sequence, params):
