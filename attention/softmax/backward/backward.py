@@ -275,10 +275,10 @@ def _variant(
     seed_value: Number | None,
     scale: float | None,
     deterministic: bool,
-    wanted: str,
+    also: str,
     family: str | None,
 ) -> Plan:
-    """The launches of a call with any options. mask, score: the names of functions in python_functions.py. wanted: the names of
+    """The launches of a call with any options. mask, score: the names of functions in python_functions.py. also: the names of
     gradients to compute besides dq, dk and dv."""
     check_extents(problem)
     scale = scale_of(problem, scale)  # of the sink nothing but lse knows
@@ -307,8 +307,8 @@ def _variant(
         score=scored,
         more=[*more, (blocked, {})] if blocked else more,
     )
-    reads = {name: reads_of(problem, name, score_derivatives) for name in wanted.split() if name != "dsink"}
-    plan = plan_launches(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in wanted.split())
+    reads = {name: reads_of(problem, name, score_derivatives) for name in also.split() if name != "dsink"}
+    plan = plan_launches(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 
