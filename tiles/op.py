@@ -27,7 +27,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
-from numba.cuda import types
+
+from .numba_names import types
 
 OPS: dict = {}  # face -> Op
 P = ParamSpec("P")  # an op keeps the parameters of its meaning, for editors and type checkers; not what it returns, an array

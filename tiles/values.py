@@ -5,9 +5,9 @@ import itertools
 from types import BuiltinFunctionType, FunctionType
 
 import numpy as np
-from numba.cuda import types as numba
-from numba.cuda.np.numpy_support import from_dtype
 
+from .numba_names import from_dtype
+from .numba_names import types as numba
 from .numba_types import SCALARS, numba_type
 from .op import OPS, TypeArgument, operator
 from .types import gl, pending, remote, rt, rv, st, sv

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numba import cuda
-from numba.cuda import types
 from numpy import int32
 
 from ops import divmod, full, load, store
@@ -24,6 +23,7 @@ from tiles.arguments import ENDS, INT, array, record
 from tiles.arrays import Operand
 from tiles.launch import kernel_for
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.plan import Step
 from tiles.targets import capability, has_fp8
 

@@ -20,7 +20,7 @@ from .gather_in_place import build_key_placement, count_keys_before, supports_op
 from .orders import Span, Spans, count_tokens, with_offsets
 from .pieces import ForwardCall
 
-# a span is copied in at most so many copies of at least so many bytes: the first arrives soon, but each takes 10 us of host time
+# a span is copied in at most so many copies of at least so many bytes: the first arrives soon, each takes 10 us of host time
 MAX_COPIES, MIN_COPY_BYTES = 4, 2**22
 
 

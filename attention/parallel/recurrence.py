@@ -122,7 +122,7 @@ class ShardedRecurrence:
         items = place.sequences * v.shape[2] * -(-v.shape[3] // COLUMNS)
         tokens = len(place.span) * place.batch // max(1, place.sequences)
         room = machine(v.device.index if v.is_cuda else None).processors // max(1, items)
-        return max(1, min(room, tokens // CHUNK // chunks.MIN_SEGMENT_CHUNKS))
+        return max(1, min(room, tokens // CHUNK // chunks.MIN_PARALLEL_SEGMENT_CHUNKS))
 
     def first(self, place: SequenceShard, begin: Any) -> tuple[Any, Any]:
         """(output, state after it) of the whole's first part: where the summary takes a pass like any other, one of both."""

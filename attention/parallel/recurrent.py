@@ -146,7 +146,7 @@ class ShardedDeltaRule(ShardedRecurrence):
         options = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
         if options.get("decay") is not None and options["decay"].ndim > 1:
             options["decay"] = place.packed(options["decay"])
-        return delta.states(k, v, beta, begin, skipped=self._forgotten(place), **options)
+        return delta.final_states(k, v, beta, begin, skipped=self._forgotten(place), **options)
 
     def _forgotten(self, place: SequenceShard) -> Any:
         """What need not be walked for a state, as it has decayed to nothing at the end: see Part.forgotten. A token multiplies

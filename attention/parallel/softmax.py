@@ -9,8 +9,7 @@ import torch
 
 from ..options import check_flag
 from ..softmax.autograd import adjacent
-from ..softmax.backward.norms import gradients as norm_gradients
-from ..softmax.backward.norms import normalised
+from ..softmax.backward.norm_programs import norm_gradients, normalise_rows
 from ..softmax.call_options import differentiated
 from ..softmax.gradient import ONCE, flat, grouped
 from . import plans
@@ -174,7 +173,7 @@ def _attend(plan: ParallelPlan, q: Any, k: Any, v: Any, options: dict[str, Any])
         if "aux" in options or "k_norm" in options:
             options = dict(_with_aux_tuple(options))
         if "k_norm" in options:
-            k = normalised("k", k.contiguous(), options.pop("k_norm"), options.get("norm_eps", 1e-6), None, "bshd")
+            k = normalise_rows("k", k.contiguous(), options.pop("k_norm"), options.get("norm_eps", 1e-6), None, "bshd")
         return plan.scheme.attend(q, k, v, plan.call(q, k, v, options))
 
 
@@ -182,7 +181,7 @@ def _differentiate(plan, dout, dlse, q, k, v, out, lse, options, wanted) -> dict
     """The gradients of `_attend`, by name."""
     options = dict(_with_aux_tuple(options))
     norms, eps = [options.pop(name, None) for name in NORMS], options.pop("norm_eps", 1e-6)
-    rows = [normalised(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
+    rows = [normalise_rows(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
     call = plan.backward_call(rows[0], rows[1], v, options)
     found = GradientAccumulator.zeros(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, dlse, *rows, v, out, lse, call, found)

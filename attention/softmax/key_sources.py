@@ -3,12 +3,12 @@ pipelines (by cp.async). Which rows belong to a sequence, and how many of its ke
 
 from typing import Any
 
-from numba.cuda import types
 from numpy import int32
 
 from ops import wait_count
 from tiles import inlined, static
 from tiles.arguments import ENDS, INT, tiled
+from tiles.numba_names import types
 from tiles.types import gl, st
 
 PAGE_TABLE = types.Array(types.int32, 2, "A")

@@ -16,7 +16,7 @@ from tiles.schema import Problem, Schema
 
 from . import forward_programs, rotary
 from .backward import backward
-from .backward.norms import PART, Total
+from .backward.norms import PART, SumNormPartials
 from .gradient import ONCE
 from .launches import DTYPES
 
@@ -208,7 +208,7 @@ def projected_backward(
             **told,
         ),
     ]
-    cuts, total = -(-columns // PART.cols), Total()
+    cuts, total = -(-columns // PART.cols), SumNormPartials()
     for name, target in made.items():
         adding = kernel_for(total, total, problem.device)
         steps.append(adding.bind(cuts, gParts=sums[name], gSum=target, cuts=cuts, parts=counts[name]))

@@ -25,10 +25,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from numba.cuda.core.errors import NumbaError
-
 from .. import arguments, dtypes, launch
 from ..compiler import check_arch, title
+from ..numba_names import NumbaError
 from .figures import Figures
 from .report import ARCH, Inspection, inspect
 

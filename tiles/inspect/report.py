@@ -22,11 +22,10 @@ from functools import cached_property
 from os.path import basename
 from typing import Any
 
-from numba.cuda import types
-
 from ..arguments import parameter, parameters, same_place, signature, types_of
 from ..compiler import Lowered
 from ..device import device
+from ..numba_names import types
 from ..numba_types import Value
 from ..shared import shared as Plan
 from ..types import gl

@@ -8,10 +8,10 @@ import types as python
 import numpy as np
 from greenlet import getcurrent
 from numba import cuda
-from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
 from ..numba_members import plain_function
+from ..numba_names import cuda_target
 from ..numba_types import member
 from ..op import OPS
 from ..types import is_static

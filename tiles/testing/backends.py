@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
 from .. import digest
 from ..arguments import parameters, types_of
@@ -23,6 +22,7 @@ from ..emulator.flow import pressure
 from ..fallback import check_room, instead
 from ..interpreter import interpret
 from ..launch import Launch
+from ..numba_names import DeviceNDArray
 from ..values import tensor
 
 ONE = 1, 1, 1

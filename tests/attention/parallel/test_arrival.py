@@ -88,7 +88,7 @@ def test_what_comes_first_is_read_first():
     assert found.required.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
     last = planned(3, 2, 1536, causal=True)
     assert last.copies == ((1, Span(0, 256), Span(256, 512)), (0, Span(0, 256), Span(0, 256)))
-    assert (last.rows, last.seen[:5]) == (512, (1024, 512, 1024, 1024, 1024))
+    assert (last.rows, last.placement[:5]) == (512, (1024, 512, 1024, 1024, 1024))
     assert last.required.tolist() == [2, 2, 1, 1, 0, 0, 0, 0, 2]
 
 

@@ -15,7 +15,7 @@ from planned_launches import GPUS
 
 from attention.parallel import plans
 from attention.parallel.orders import Zigzag
-from attention.softmax.backward.dq_order import LastFirst, Ordered, Snaking
+from attention.softmax.backward.dq_order import AscendingAdds, ReverseTiles, SnakeAdds
 
 PROBLEMS = int(os.environ.get("TILES_EXAMPLES", 40))  # 1,000 take a minute
 WHOLE_TILES = Zigzag(384)  # parts that begin with whole tiles in every kernel
@@ -161,9 +161,9 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
     for (config, _, told), rows, keys, own in found:
         if not hasattr(config, "order") or "gQ" not in told or "gO" in told:
             continue
-        module, back = type(config).__module__, isinstance(config.order, (Ordered, LastFirst))
+        module, back = type(config).__module__, isinstance(config.order, (AscendingAdds, ReverseTiles))
         first = rows[0] % config.rows == 0 if len(rows) else True
-        blocks = type(config.order) if isinstance(config.order, Snaking) else None
+        blocks = type(config.order) if isinstance(config.order, SnakeAdds) else None
         if not (ranks and own):
             of_dq.add((module, config.kv, blocks, bool(keys[0] % config.kv == 0)))
         if not ranks or own:

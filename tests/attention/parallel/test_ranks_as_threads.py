@@ -267,7 +267,7 @@ def recurrent(name, arrays, whole=(), **options):
 @pytest.fixture
 def cut(monkeypatch):
     """The interpreter has three multiprocessors: parts of one head are cut into as many segments as they have chunks."""
-    monkeypatch.setattr(chunks, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(chunks, "MIN_PARALLEL_SEGMENT_CHUNKS", 1)
 
 
 def members(batch=1):

@@ -193,15 +193,15 @@ def turned_before(monkeypatch):
     """V is turned by a kernel before, wherever there is one for it, and read as for so many keys."""
 
     def of(keys=0):
-        shape = hopper_fp8.turned_shape
-        monkeypatch.setattr(hopper_fp8, "turned_shape", lambda padded, _: shape(padded, keys))
-        monkeypatch.setattr(hopper_fp8, "pays_to_turn", lambda padded, *_: shape(padded, keys) is not None)
+        shape = hopper_fp8.transposed_shape
+        monkeypatch.setattr(hopper_fp8, "transposed_shape", lambda padded, _: shape(padded, keys))
+        monkeypatch.setattr(hopper_fp8, "pays_to_transpose", lambda padded, *_: shape(padded, keys) is not None)
 
     of()
     return of
 
 
-FORMS = [(dim, keys) for dim, shapes in hopper_fp8.TURNED.items() for keys in shapes]
+FORMS = [(dim, keys) for dim, shapes in hopper_fp8.TRANSPOSED.items() for keys in shapes]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_values_turned_before_with_descales_of_blocks(turned_before, place, monk
 )
 def test_values_turned_before_on_the_card(card, keys, key_heads, head_dim, options):
     """Where nobody asks for it: many queries read them."""
-    assert hopper_fp8.pays_to_turn(128, 2100, 700, 12, 4, 132)
+    assert hopper_fp8.pays_to_transpose(128, 2100, 700, 12, 4, 132)
     agree(card, *inputs(1, 2100, keys, 12, key_heads, head_dim), **options)
 
 
@@ -290,8 +290,8 @@ def test_values_turned_before_on_the_card(card, keys, key_heads, head_dim, optio
         ((256, 16384, 16384, 8, 1, 132), True),
     ],
 )
-def test_when_it_pays_to_turn_values_before(problem, pays):
-    assert hopper_fp8.pays_to_turn(*problem) is pays
+def test_when_it_pays_to_transpose_values_before(problem, pays):
+    assert hopper_fp8.pays_to_transpose(*problem) is pays
 
 
 def test_what_turns_values_is_launched_before():
