@@ -25,8 +25,8 @@ from .pieces import ForwardCall, write_unseen
 
 class RingSweep(NamedTuple):
     """Once around the ring for some key heads. heads: which; query_heads: those that read them; call: the call of these heads;
-    all_rows: all query rows; initial: the rows whose result is first written as if they saw no key; todo: for each rank's shard,
-    in the order of arrival, its parts, and whether each part is the first of its rows, so that there is no result to
+    all_rows: all query rows; initial: the rows whose result is first written as if they saw no key; todo: for each rank's
+    shard, in the order of arrival, its parts, and whether each part is the first of its rows, so that there is no result to
     continue."""
 
     heads: slice
