@@ -239,8 +239,8 @@ class GatherAttention:
     def _parts(
         self, call: ForwardCall, runs: Iterable[tuple[int, Span]] | None = None
     ) -> Iterator[tuple[slice, CallPiece | None, slice]]:
-        """(rows, CallPiece, rows of the gathered keys) of each of this rank's spans, or of `runs`, (offset, span); the CallPiece
-        is None where no key is seen."""
+        """(rows, CallPiece, rows of the gathered keys) of each of this rank's spans, or of `runs`, (offset, span); the
+        CallPiece is None where no key is seen."""
         spans = self.queries[self.peers.rank]
         for at, span in with_offsets(spans) if runs is None else runs:
             piece = call.piece(span, call.key_range(span), at)

@@ -5,8 +5,8 @@ occupy no multiprocessor.
     out = parallel.forward(q, k, v, group=group, scheme="gather", causal=True)
 
 Each rank copies its rows into one half of a buffer that the others map; all ranks meet at a barrier; each copies the rows that
-it needs out of the others' halves. The next call uses the other half: a rank that arrives at its barrier has finished its copies
-of this call, so that no rank overwrites rows that another still needs. Copies run on a side stream that begins after the
+it needs out of the others' halves. The next call uses the other half: a rank that arrives at its barrier has finished its
+copies of this call, so that no rank overwrites rows that another still needs. Copies run on a side stream that begins after the
 caller's stream. The caller's stream waits for their end; or attention begins at once, and its CTAs wait for the copies of the
 keys that they read (arrival.py)."""
 

@@ -325,8 +325,8 @@ class PendingSums:
 
 
 def reduce_scatter(peers: Peers, *routes: tuple[Any, Redistribution]) -> list[Any]:
-    """For each array, at the rank that holds an element, the sum of all ranks' values of it. Sums are in the dtype of the array,
-    which should be float32."""
+    """For each array, at the rank that holds an element, the sum of all ranks' values of it. Sums are in the dtype of the
+    array, which should be float32."""
     return start_reduce_scatter(peers, *routes).wait()
 
 

@@ -5,7 +5,8 @@ float32, is continued by attention.forward(accumulate=True), whatever the number
 
 Step s receives the shard of the rank s before this one, from that rank itself. Where memory is short the ring runs in several
 sweeps, each for some of the key heads, so that received shards and float32 results belong to these alone; as many bytes are
-sent. Gradients of a shard are sums in float32, which are sent to the rank that owns it and added there in the order of steps."""
+sent. Gradients of a shard are sums in float32, which are sent to the rank that owns it and added there in the order of
+steps."""
 
 from __future__ import annotations
 
