@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from judged import inputs, there
 from judged_gradients import NOISE, agree, gradient_of_lse
 from places import RANDOMLY, OnCard, OnInterpreter
-from poison import unseen
+from poison import FAR_LSE, Packing, as_on_a_device, unseen
 from test_backward import call
 
 import attention
@@ -219,6 +219,21 @@ def test_what_scores_of_sequences_are_made_of(place, name, family):
     options, told = also_of_lse(place, lse, options, told)
     asked = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
     judge(options, dout, q, k, v, out, lse, attention.backward(*put, out, lse, **told, **asked), place)
+
+
+def test_what_is_learned_of_sequences_between_neighbours_of_poison(place, monkeypatch):
+    """Of a bias of keys and slopes of each sequence, ours are as if the others were not there."""
+    as_on_a_device(monkeypatch)
+    packing = Packing((17, 40), nobodys=20)
+    (q, k, v), bias, slopes, mine = inputs(1, 57, 57, 2, 1, 64), normal(4, 1, 1, 79), normal(4, 2) ** 2, packing.which
+    every = dict(cu_seqlens=packing.ends, bias=bias, alibi=slopes)
+    alone = dict(cu_seqlens=packing.alone, bias=bias[mine][..., :57], alibi=slopes[mine])
+    out, lse = reference.forward_low(q, k, v, **alone)
+    put = [place.put(packing.spread(x)) for x in (q, q, k, v, out)]
+    got = attention.backward(*put, place.put(packing.spread(lse, 2, FAR_LSE)), **there(place, every), dbias=True, dalibi=True)
+    wanted = reference.backward(q, q, k, v, by=out, **alone, dbias=True, dalibi=True)
+    for x, y in zip(map(place.get, got[3:]), wanted[3:], strict=True):
+        np.testing.assert_allclose(x[mine][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
