@@ -2,7 +2,7 @@
 
 import itertools
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -16,10 +16,11 @@ from attention.softmax.backward.dq_order import Ordered
 from attention.softmax.backward.launches import band_of
 from attention.softmax.variants import At
 from attention.softmax.visible_keys import CAUSAL
-from ops import grid
+from ops import add_held, count_stored, count_up, grid, tma_add, tma_store, wait_count
 from tiles import Hazard, bf16, interpreter
+from tiles.interpreter import here
 from tiles.numba_types import void
-from tiles.op import lowers, op
+from tiles.op import OPS, lowers, op
 
 F32 = np.float32
 ORDERED = {
@@ -33,9 +34,63 @@ ORDERED = {
 
 @pytest.mark.parametrize(("case", "head_dim"), [*zip(ORDERED, itertools.cycle([128, 64]))])
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_deterministic(place, case, head_dim, family):
-    """Who waits for a block that comes later, or for more than there are, is found by the interpreter."""
+def test_deterministic(place, case, head_dim, family, monkeypatch):
+    """Who waits for a block that comes later, or for more than there are, is found by the interpreter; who waits for less, or
+    adds before that, overtakes a slow warp."""
+    steps = recorded_steps(monkeypatch) if isinstance(place, OnInterpreter) else {}
     agree(place, *inputs(1, 150, 330, 2, 1, head_dim), family, deterministic=True, **ORDERED[case])
+    nobody_is_overtaken(steps)
+
+
+ADDING, COUNTING = (add_held, tma_add, tma_store), (count_stored, count_up)
+
+
+def recorded_steps(monkeypatch):
+    """{(block, warp): [(what it does, where, the count that it waits for)]} of all adding, counting and waiting from now on."""
+    steps = defaultdict(list)
+
+    def record(face, where, count=None):
+        meaning = OPS[face].meaning
+
+        def recording(*args):
+            at = tuple(map(int, args[where]))
+            steps[here().block.index, here().index].append((face, at, count and int(args[count])))
+            return meaning(*args)
+
+        monkeypatch.setattr(OPS[face], "meaning", recording)
+
+    for one in (*ADDING, *COUNTING):
+        record(one, 2 if one is add_held else 1)
+    record(wait_count, 1, 2)
+    monkeypatch.setenv("TILES_JOBS", "1")  # steps in other processes would not be seen
+    return steps
+
+
+def blocks_that_add(steps, slow):
+    """{place in the sums of dQ: the blocks that add there, in their order} where all begin at once, and this warp goes on only
+    while all others wait or are done."""
+    added, counts = defaultdict(list), Counter()
+    todo = {who: deque(steps[who]) for who in sorted(steps, key=lambda who: (who == slow, who))}
+    while any(todo.values()):
+        (block, _), does = next((who, does) for who, does in todo.items() if does and not waits(does[0], counts))
+        step, at, _ = does.popleft()
+        if step in COUNTING:
+            counts[at] += 1
+        elif step in ADDING:
+            added[at].append(block)
+    return added
+
+
+def waits(step, counts):
+    face, at, n = step
+    return face is wait_count and counts[at] < n
+
+
+def nobody_is_overtaken(steps):
+    """Blocks add in the order in which they begin, whichever warp is slow."""
+    for slow in steps:
+        added = blocks_that_add(steps, slow).values()
+        assert all(blocks == sorted(blocks) for blocks in added) and any(blocks[0] != blocks[-1] for blocks in added)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
@@ -117,8 +172,9 @@ def test_pairs_at_once():
 def test_a_snake_in_the_interpreter(head_dim, monkeypatch):
     """Groups of two: from the last keys on, from the first on, and one that is not whole."""
     monkeypatch.setattr(dq_order, "GROUP", 2)
-    q_k_v, forwards = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters
+    q_k_v, forwards, steps = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters, recorded_steps(monkeypatch)
     agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
+    nobody_is_overtaken(steps)
     monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
     with pytest.raises(Hazard, match="deadlock"):
         agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
