@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from numpy import float32, int32
 
-from ops import columns, exp2, hstack, lane_sum, log2, maximum, row_max
+from ops import columns, exp2, hstack, lane_sum, less, log2, maximum, row_max, where
 from tiles import inlined, static
 from tiles.arguments import array
 
@@ -13,6 +13,18 @@ from ..cache.quantize_kernels import BLOCK
 
 LEAST = 2.0**-100  # the least unit of scores
 LEAST_VALUE = 2.0**-60  # the least unit of a block of values; that of a block of zeros may be anything
+
+
+@inlined
+def at_least(unit, least):
+    """A unit, or `least` where that is more. NaN stays NaN, so that it reaches the outputs; with max it would be `least`."""
+    return where(less(unit, float32(least)), float32(least), unit)
+
+
+@inlined
+def of_keys_in_use(unit, told):
+    """A unit of a sequence; 1 where it has no keys in use, so that nobody looks at what it has."""
+    return where(told.keys > 0, unit, float32(1.0))
 
 
 class OfTile(NamedTuple):
@@ -42,18 +54,18 @@ class OfHeads:
         return array(2), array(2), array(2)
 
     @inlined
-    def of(self, gUnit, batch, head):
-        """The unit for a head of a sequence."""
+    def of(self, gUnit, told):
+        """The unit for a head of a sequence. told: see hopper_fp8.Units."""
         if gUnit.shape[0] > 0:
-            return float32(gUnit[batch, head])
+            return of_keys_in_use(float32(gUnit[told.batch, told.kv_head]), told)
         else:
             return float32(1.0)
 
     @inlined
     def of_queries(self, told, row, head, unit):
-        """The unit of the scores of some queries, so far as it is the same for all keys. told: see hopper_fp8.Units."""
-        scores = self.of(told.q, told.batch, told.kv_head) * self.of(told.k, told.batch, told.kv_head) * unit
-        return max(scores, float32(LEAST))
+        """The unit of the scores of some queries, so far as it is the same for all keys."""
+        scores = self.of(told.q, told) * self.of(told.k, told) * unit
+        return at_least(scores, LEAST)
 
     @inlined
     def of_tile(self, told, key, unit):
@@ -61,9 +73,14 @@ class OfHeads:
         return None
 
     @inlined
+    def of_first_tile(self, told, key, unit):
+        """The same of the tile that there is even if no keys are in use."""
+        return None
+
+    @inlined
     def of_output(self, told, unit):
         """The unit of all values, by which the output is multiplied."""
-        return self.of(told.v, told.batch, told.kv_head) * unit
+        return self.of(told.v, told) * unit
 
     @inlined
     def measured(self, s, tile, unit):
@@ -113,31 +130,31 @@ class OfBlocks(OfHeads):
     def of_queries(self, told, row, head, unit):
         if told.q.shape[0] > 0:
             block, member = int32(min(row // BLOCK, told.q.shape[1] - 1)), head - told.kv_head * told.q.shape[3]
-            unit = unit * told.q[told.batch, block, told.kv_head, member]
+            unit = unit * of_keys_in_use(told.q[told.batch, block, told.kv_head, member], told)
         return float32(unit)
 
     @inlined
     def of_tile(self, told, key, unit):
         block = int32(max(0, key // BLOCK))
-        first, second = self.within(block, told), self.within(block + 1, told)
-        scores = self.of_keys(told, first) * unit, self.of_keys(told, second) * unit
-        return OfTile(scores, (self.of_values(told, first), self.of_values(told, second)))
+        scores = self.of_keys(told, block) * unit, self.of_keys(told, block + 1) * unit
+        return OfTile(scores, (self.of_values(told, block), self.of_values(told, block + 1)))
 
     @inlined
-    def within(self, block, told):
-        """The number of a block that exists. A tile behind the last block may use any: nobody sees its keys."""
-        if self.keys:
-            return int32(min(block, told.k.shape[1] - 1))
-        elif self.values:
-            return int32(min(block, told.v.shape[1] - 1))
-        else:
-            return int32(0)
+    def of_first_tile(self, told, key, unit):
+        scores, values = self.of_tile(told, key, unit)
+        scores = of_keys_in_use(scores[0], told), of_keys_in_use(scores[1], told)
+        return OfTile(scores, (of_keys_in_use(values[0], told), of_keys_in_use(values[1], told)))
+
+    @inlined
+    def of_block(self, gUnit, told, block):
+        """The unit of a block. Behind the last one with a key in use nobody may have written any, and that one's does."""
+        return float32(gUnit[told.batch, min(block, max(0, told.keys - 1) // BLOCK), told.kv_head])
 
     @inlined
     def of_keys(self, told, block):
         """The unit of a block of K."""
         if self.keys:
-            return float32(told.k[told.batch, block, told.kv_head])
+            return self.of_block(told.k, told, block)
         else:
             return float32(1.0)
 
@@ -145,7 +162,7 @@ class OfBlocks(OfHeads):
     def of_values(self, told, block):
         """The unit of a block of V."""
         if self.values:
-            return float32(told.v[told.batch, block, told.kv_head])
+            return self.of_block(told.v, told, block)
         else:
             return float32(1.0)
 
@@ -154,29 +171,29 @@ class OfBlocks(OfHeads):
         if self.values:
             return float32(unit)
         else:
-            return self.of(told.v, told.batch, told.kv_head) * unit
+            return self.of(told.v, told) * unit
 
     @inlined
     def measured(self, s, tile, unit):
-        return s * max(tile.scores[0], float32(LEAST))
+        return s * at_least(tile.scores[0], LEAST)
 
     @inlined
     def exponent(self, value):
         """What is added to the exponents of the weights for the unit of a block's values."""
         if self.values:
-            return log2(max(value, float32(LEAST_VALUE)))
+            return log2(at_least(value, LEAST_VALUE))
         else:
             return float32(0.0)
 
     @inlined
     def highest(self, s, score, value, per_scale):
         """The greatest score of each row of a block, with its units. per_scale: one power of 2 of the weights, in scores."""
-        return row_max(s) * max(score, float32(LEAST)) + self.exponent(value) * per_scale
+        return row_max(s) * at_least(score, LEAST) + self.exponent(value) * per_scale
 
     @inlined
     def weights(self, s, m, score, value, scale):
         """The weights of a block. score, value: its units."""
-        return exp2(s * (scale * max(score, float32(LEAST))) - (m * scale - self.exponent(value)))
+        return exp2(s * (scale * at_least(score, LEAST)) - (m * scale - self.exponent(value)))
 
     @inlined
     def weighed(self, s, below, lifted, seen, tile, measured, of):

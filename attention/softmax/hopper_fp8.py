@@ -165,13 +165,15 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 class Units(NamedTuple):
-    """The arrays of the units by which q, k and v are multiplied, and which of their elements belong to a tile."""
+    """The arrays of the units by which q, k and v are multiplied, and which of their elements belong to a tile. keys: how
+    many are in use."""
 
     q: Any
     k: Any
     v: Any
     batch: Any
     kv_head: Any
+    keys: Any
 
 
 class Tile(NamedTuple):
@@ -319,13 +321,13 @@ def make(config: Config):
                 stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
                 at = stands._replace(kept=variant.keep(stands))
                 every = tiling.key_blocks(row, at)
-                told = Units(gQUnit, gKUnit, gVUnit, int32(batch), int32(kv_head))
+                told = Units(gQUnit, gKUnit, gVUnit, int32(batch), int32(kv_head), int32(own.keys))
                 unit = units.of_queries(told, own.query + row + EACH * me, head, qk_unit)
                 scale = scale if MEASURES or BY_BLOCK else scale * unit
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
                 of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, lift, slack, told)
                 key = tiling.key(every, 0, at)
-                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
+                tile, ahead = units.of_first_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
                 seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)

@@ -160,6 +160,35 @@ def test_descales_of_blocks_as_compiled(as_compiled):
     agree(OnInterpreter(), q, k, v, **block_units(q, k, v))
 
 
+@pytest.mark.parametrize("blocks", [dict(q=(), k=(), v=()), dict(q=(1,), k=(2,), v=(2,))], ids=["of heads", "of blocks"])
+@pytest.mark.parametrize("where", ["interpreter", "sm_90a", pytest.param("card", marks=pytest.mark.gpu)])
+def test_descales_of_nan(request, where, blocks):
+    """Each reaches the outputs of its head, and no other's."""
+    if where == "sm_90a":
+        request.getfixturevalue("as_compiled")(where)
+    place = request.getfixturevalue("card") if where == "card" else OnInterpreter()
+    told = {name: np.ones((1, *blocks[name[0]], 4), np.float32) for name in UNITS}
+    for head, x in enumerate(told.values()):
+        x[..., head] = np.nan
+    arrays = [place.put(x) for x in inputs(1, 3, 200, 4, 4, 64)]
+    out = place.get(attention.forward(*arrays, **{name: place.put(x) for name, x in told.items()})).astype(np.float32)
+    assert np.isnan(out[:, :, :3]).all() and np.isfinite(out[:, :, 3]).all()
+
+
+@pytest.mark.parametrize("of_blocks", [True, False], ids=["of blocks", "of heads"])
+def test_descales_behind_the_last_key(of_blocks):
+    """Are anything, as all of a sequence without keys are: nobody has written them."""
+    q, k, v = inputs(2, 5, 300, 1, 1, 128)
+    told, found = block_units(q, k, v) if of_blocks else units(2, 1), []
+    for _ in range(2):
+        found.append(attention.forward(q, k, v, lengths_k=np.int32([128, 0]), return_lse=True, **told))
+        told = {name: x.copy() for name, x in told.items()}
+        for x in told.values():
+            x[1], x[:, 1:] = np.nan, np.nan
+    for x, y in zip(*found):
+        np.testing.assert_array_equal(x.astype(float), y.astype(float))
+
+
 def test_descales_of_blocks_in_another_layout():
     q, k, v = inputs(1, 70, 140, 2, 1, 64)
     told = block_units(q, k, v)
