@@ -88,12 +88,16 @@ class OfHeads:
         return s * unit
 
     @inlined
-    def weighed(self, s, below, lifted, seen, tile, measured, of):
+    def weighed(self, s, below, lifted, seen, tile, measured, of, deep):
         """(`seen` with the scores of a tile, the weights). The weights are not yet in the sum: see `summed`. below: what is
         subtracted from a row's scores, or None. lifted: the same for weights that are multiplied by a power of 2. measured:
-        are the scores multiplied by their unit already? of: a hopper_fp8.Tile."""
+        are the scores multiplied by their unit already? of: a hopper_fp8.Tile. deep: may all scores of a row be so low that
+        they, times the scale, have no digits behind the point? Then what they are below the maximum is multiplied."""
         seen = seen.moved(s, below, of.scale, of.slack)
-        return seen, seen.weights(s, lifted, of.scale)
+        if deep:
+            return seen, exp2((s - seen.top(below)) * of.scale + of.lift * of.scale)
+        else:
+            return seen, seen.weights(s, lifted, of.scale)
 
     @inlined
     def summed(self, seen, p, tile):
@@ -196,7 +200,7 @@ class OfBlocks(OfHeads):
         return exp2(s * (scale * at_least(score, LEAST)) - (m * scale - self.exponent(value)))
 
     @inlined
-    def weighed(self, s, below, lifted, seen, tile, measured, of):
+    def weighed(self, s, below, lifted, seen, tile, measured, of, deep):
         score, scale, per_scale = float32(1.0) if measured else tile.scores[0], of.scale, of.per_scale()
         if self.each == 2:
             left, right = columns(s, BLOCK, 0), columns(s, BLOCK, 1)
@@ -208,7 +212,10 @@ class OfBlocks(OfHeads):
             top = self.highest(s, score, tile.values[0], per_scale)
         seen = seen.raised(top if below is None else top - below, scale, of.slack)
         m = seen.m + lifted
-        if self.each == 2:
+        if deep:  # of functions, for which a tile has one block
+            lift = of.lift * scale + self.exponent(tile.values[0])
+            return seen, exp2((s - seen.top(below)) * scale + lift)
+        elif self.each == 2:
             p = self.weights(left, m, score, tile.values[0], scale)
             return seen, hstack(p, self.weights(right, m, tile.scores[1], tile.values[1], scale))
         else:

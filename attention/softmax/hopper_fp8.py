@@ -25,7 +25,7 @@ from .base_config import BaseConfig
 from .descales import OfBlocks, OfHeads
 from .fp8_values import Before, ByProducer
 from .hopper import REGISTERS
-from .online import LOWEST, Softmax
+from .online import Softmax
 from .output import Stored
 from .sequences import Batched
 from .variants import At, Variant
@@ -202,7 +202,7 @@ def make(config: Config):
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, GIVEN, AUX = config.consumers, config.given, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
-    MEASURES, units = variant.measures, config.units
+    MEASURES, DEEP, units = variant.measures, variant.deep, config.units
     BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
     output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
@@ -239,14 +239,14 @@ def make(config: Config):
         the maximum."""
         s = variant.score(measured(s, tile, of), of.at, key)
         below = variant.below(s, of.at, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of, DEEP)
 
     @inlined
     def cut_and_weighed(s, key, seen, tile, of):
         """The same of a block that the mask cuts."""
         s = tiling.mask(variant.score_near(measured(s, tile, of), of.at, key), of.at, key)
         below = variant.below_near(s, of.at, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of, DEEP)
 
     @inlined
     def gained(o, lag, p, tile):
@@ -330,7 +330,7 @@ def make(config: Config):
                 tile, ahead = units.of_first_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
+                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at, variant.floor)), tile, of)
                 p, seen = zipped(p), units.summed(seen, p, tile)
                 if MASKS_SECOND:
                     cut = int32(min(2, every.n))

@@ -65,11 +65,16 @@ class Seen(NamedTuple):
         return Seen(self.o, m, self.l * lag, lag)
 
     @inlined
+    def top(self, below):
+        """m as scores are before `below` is subtracted from them."""
+        return self.m if below is None else self.m + below
+
+    @inlined
     def weights(self, s, below, scale, deep=False):
         """The weights of a block of scores: exp2(scale (s - below - m)). deep: may all scores of a row be so low that m times
         the scale is off by many powers of 2? In such a row they differ by many or not at all, and 1 does for the scale: a
         product with it is exact."""
-        m = self.m if below is None else self.m + below
+        m = self.top(below)
         if deep:
             by_row = where(m * scale > DEEP, scale, 1.0)
             return exp2(s * by_row - m * by_row)
