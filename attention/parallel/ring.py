@@ -108,7 +108,7 @@ class Ring:
             delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
             of_rows = (call.told["sink"][:, None] - lse).exp() * delta
-            found.others["sink"] -= of_rows.masked_fill_(lse == -torch.inf, 0.0).sum((0, 2))  # such a row has not even a sink
+            found.others["sink"] -= of_rows.masked_fill_(lse == -torch.inf, 0.0).sum((0, 2))  # a sink of -inf alone
 
     def _go_round(self, k: Any, v: Any, see: Callable[[int, Any, Any], None]) -> None:
         """see(whose it is, its keys, its values) of every rank's share, this one's first, while the next one comes."""

@@ -37,9 +37,10 @@ ORDERED = {
 def test_deterministic(place, case, head_dim, family, monkeypatch):
     """Who waits for a block that comes later, or for more than there are, is found by the interpreter; who waits for less, or
     adds before that, overtakes a slow warp."""
-    steps = recorded_steps(monkeypatch) if isinstance(place, OnInterpreter) else {}
+    steps = recorded_steps(monkeypatch) if isinstance(place, OnInterpreter) else None
     agree(place, *inputs(1, 150, 330, 2, 1, head_dim), family, deterministic=True, **ORDERED[case])
-    nobody_is_overtaken(steps)
+    if steps is not None:
+        nobody_is_overtaken(steps)
 
 
 ADDING, COUNTING = (add_held, tma_add, tma_store), (count_stored, count_up)
@@ -88,6 +89,7 @@ def waits(step, counts):
 
 def nobody_is_overtaken(steps):
     """Blocks add in the order in which they begin, whichever warp is slow."""
+    assert steps
     for slow in steps:
         added = blocks_that_add(steps, slow).values()
         assert all(blocks == sorted(blocks) for blocks in added) and any(blocks[0] != blocks[-1] for blocks in added)
