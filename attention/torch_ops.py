@@ -1,11 +1,11 @@
-"""The ops that all public functions are made of, as torch.ops.tiles (tiles/torch_op.py)."""
+"""Registration of all ops of the public functions as torch.ops.tiles (tiles/torch_op.py)."""
 
 import sys
 
 
 def register_torch_ops() -> None:
     """Register the ops of all functions with torch, which must be imported: for torch.export.load, and for calls by name.
-    Otherwise the first call that needs an op registers it. RuntimeError: torch is not imported."""
+    Without it the first call that needs an op registers it. RuntimeError: torch is not imported."""
     if "torch" not in sys.modules:
         raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
     from .cache import append as appending

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 def show(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str, seed: int | None = None) -> int:
     """Print what was found for arrays of these shapes: the candidates, the best one in words and as text, and its proof, by
     this seed. It needs no card. Returns 0 if the proof holds."""
-    arrays = [_turned(np.zeros(shape, DTYPES[dtype]), turned) for shape, turned in shapes]
+    arrays = [_turned(np.zeros(shape, DTYPES[dtype]), transposed) for shape, transposed in shapes]
     for line in ("\n".join(map(str, function.candidates(*arrays))), function.explain(*arrays), function.source(*arrays)):
         print(f"{line}\n")
     proof = function.proof(*arrays, seed=seed)
@@ -70,7 +70,7 @@ def tune(function: Fused, shapes: list[tuple[tuple[int, ...], bool]], dtype: str
     if not torch.cuda.is_available():
         raise RuntimeError("tune: measures on a GPU, and torch finds none here; `show` and `inspect` need none")
     kind = getattr(torch, np.dtype(DTYPES[dtype]).name)
-    arrays = [_turned(torch.randn(shape, device="cuda", dtype=kind), turned) for shape, turned in shapes]
+    arrays = [_turned(torch.randn(shape, device="cuda", dtype=kind), transposed) for shape, transposed in shapes]
     found = function.tune(*arrays, say=lambda text: print(f"\r{text:<60}", end="", file=sys.stderr, flush=True))
     print(file=sys.stderr)
     for candidate in found:
@@ -87,8 +87,8 @@ def _extents(text: str) -> tuple[tuple[int, ...], bool]:
     return (extents[::-1], True) if text.endswith(".T") else (extents, False)
 
 
-def _turned(x: Any, turned: bool) -> Any:
-    return x.T if turned else x
+def _turned(x: Any, transposed: bool) -> Any:
+    return x.T if transposed else x
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-class OfFused(torch.autograd.Function):
+class FusedAutograd(torch.autograd.Function):
     """function(*arrays) for torch's autograd. Nothing but the arrays is kept for the backward pass."""
 
     @staticmethod

@@ -19,12 +19,12 @@ from .candidates import candidates
 from .cost import card
 from .fused import Fused
 from .program import FLOATS
-from .trace import ANY, Shape, traced
+from .trace import ANY, Shape, trace_definition
 
 Targets = dict[Any, Callable]
 
 
-def _along_rows(function: Callable) -> Callable:
+def _reduce_rows(function: Callable) -> Callable:
     """A reduction as torch's, that keeps its axis."""
 
     def reduce(x, dim=None, keepdim=False, **other):
@@ -59,7 +59,7 @@ def _softmax(x, dim=-1, **_):
     return language.softmax(x, dim)
 
 
-def _same(x, *_, **__):
+def _ignore_cast(x, *_, **__):
     return x
 
 
@@ -81,9 +81,9 @@ def targets() -> Targets:
         torch.softmax: _softmax, "softmax": _softmax, torch.t: language.transpose, "t": language.transpose,
         torch.square: lambda x: x * x, "square": lambda x: x * x,
     }  # fmt: skip
-    found |= dict.fromkeys(["float", "to", "type_as", "bfloat16", "half"], _same)
+    found |= dict.fromkeys(["float", "to", "type_as", "bfloat16", "half"], _ignore_cast)
     for name, reduce in {"mean": language.mean, "sum": language.sum, "amax": language.max}.items():
-        found |= dict.fromkeys([name, getattr(torch, name)], _along_rows(reduce))
+        found |= dict.fromkeys([name, getattr(torch, name)], _reduce_rows(reduce))
     for name in ("matmul", "neg", "pow", "truediv"):
         function, torchs = getattr(operator, name), name.replace("true", "")
         found |= dict.fromkeys([function, torchs, getattr(torch, torchs)], function)
@@ -103,12 +103,12 @@ def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
 
     known = targets()
 
-    class Known(OperatorSupportBase):
+    class FusibleOperators(OperatorSupportBase):
         def is_node_supported(self, submodules, node):
-            return node.op in ("call_function", "call_method") and node.target in known and _served(node)
+            return node.op in ("call_function", "call_method") and node.target in known and _is_supported(node)
 
     sources = {node.name: getattr(node, "_dynamo_source", None) for node in graph.graph.nodes}
-    partitioner = CapabilityBasedPartitioner(graph, Known(), allows_single_node_partition=False)
+    partitioner = CapabilityBasedPartitioner(graph, FusibleOperators(), allows_single_node_partition=False)
     parts = partitioner.propose_partitions()
     fused = partitioner.fuse_partitions(parts, prefix="fused_")
     patches: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
             node._dynamo_source = sources[node.name]  # the partitioner leaves it behind, and inductor asks for it
         if node.op == "call_module" and node.target.startswith("fused_"):
             part = getattr(fused, node.target)
-            made = fused_part(str(node.target), part, known)
+            made = fuse_part(str(node.target), part, known)
             if made is not None:
                 setattr(fused, node.target, _module(made))
                 # Inductor keeps what it makes of a graph on disk, under a name of all that the graph holds: of our functions
@@ -126,7 +126,7 @@ def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
     return lookup_backend("inductor")(fused, list(inputs), **patches)
 
 
-def fused_part(name: str, part: Any, known: Targets) -> Fused | None:
+def fuse_part(name: str, part: Any, known: Targets) -> Fused | None:
     """A part of a graph as a fused function; None if it is better left as it is."""
     nodes = list(part.graph.nodes)
     names = [node.name for node in nodes if node.op == "placeholder"]
@@ -150,23 +150,23 @@ def fused_part(name: str, part: Any, known: Targets) -> Fused | None:
     definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in names]
     )
-    samples = [_sample(node) for node in nodes if node.op == "placeholder"]
+    samples = [_example_value(node) for node in nodes if node.op == "placeholder"]
     if any(x is None or (x.dim() and _dtype(x) not in FLOATS) for x in samples):
         return None
-    given, results = [x for x in samples if x.dim()], [_sample(node) for node in nodes[-1].all_input_nodes]
+    given, results = [x for x in samples if x.dim()], [_example_value(node) for node in nodes[-1].all_input_nodes]
     if any(x is None or x.dtype != given[0].dtype for x in results):
         return None
     try:
         shapes = [Shape(tuple(1 if n == 1 else ANY for n in x.shape[-2:]), _dtype(x)) for x in samples]
-        found = traced(definition, tuple(names), tuple(shapes))
+        found = trace_definition(definition, tuple(names), tuple(shapes))
         work = sum(x.operation in ("matmul", "sum", "max") for x in graph.walk(*found.roots))
         every = candidates(found, card(None))
     except (TypeError, ValueError):
         return None
-    return Fused(definition) if every and len(every[0].way.kernels) < max(2, work) else None
+    return Fused(definition) if every and len(every[0].plan.kernels) < max(2, work) else None
 
 
-def _sample(node: Any) -> Any:
+def _example_value(node: Any) -> Any:
     found = node.meta.get("example_value", node.meta.get("val"))
     return found if hasattr(found, "shape") else None
 
@@ -175,9 +175,9 @@ def _dtype(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _served(node: Any) -> bool:
+def _is_supported(node: Any) -> bool:
     """Is the node's value an array that kernels can take?"""
-    found = _sample(node)
+    found = _example_value(node)
     return found is not None and found.dim() >= 2 and _dtype(found) in FLOATS
 
 

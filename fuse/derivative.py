@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from . import terms
-from .axes import same
+from .axes import unify
 from .functions import CASTS
 from .graph import along, walk
 from .identity import identity
@@ -38,87 +38,87 @@ class NoRule(TypeError):
     """There is no rule for the gradient of an operation, or for the way in which it broadcasts; the message says which."""
 
 
-class Part(NamedTuple):
+class ScaledTerm(NamedTuple):
     """A part of a gradient: the number `by` times the term."""
 
     by: float
     term: Term
 
-    def times(self, other: Term) -> Part:
+    def times(self, other: Term) -> ScaledTerm:
         """The product with another term. A number is multiplied into `by`."""
         if other.operation == "number":
-            return Part(self.by * other.what, self.term)
+            return ScaledTerm(self.by * other.attr, self.term)
         return self._replace(term=self.term * other)
 
-    def over(self, other: Term) -> Part:
+    def over(self, other: Term) -> ScaledTerm:
         """The quotient by another term. A number is divided into `by`."""
         if other.operation == "number":
-            return Part(self.by / other.what, self.term)
+            return ScaledTerm(self.by / other.attr, self.term)
         return self._replace(term=self.term / other)
 
-    def scaled(self, number: float) -> Part:
+    def scaled(self, number: float) -> ScaledTerm:
         """The product with a number."""
         return self._replace(by=self.by * number)
 
-    def where(self, mask: Term, otherwise: bool = False) -> Part:
+    def where(self, mask: Term, otherwise: bool = False) -> ScaledTerm:
         """The part where a mask holds, or with `otherwise` where it does not hold, and 0 elsewhere."""
         return self._replace(term=where(mask, 0.0, self.term) if otherwise else where(mask, self.term, 0.0))
 
 
-Back = Callable[..., Sequence["Part | None"]]
+Back = Callable[..., Sequence["ScaledTerm | None"]]
 
 
-def _mul(g: Part, y: Term, a: Term, b: Term) -> Sequence[Part | None]:
+def _mul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm | None]:
     return (g.times(a).scaled(2), None) if a is b else (g.times(b), g.times(a))
 
 
-def _gelu(g: Part, y: Term, x: Term) -> Sequence[Part]:
+def _gelu(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
     share = where(terms.apply("abs", x) > 0.0, y / x, 0.5)  # of a normal distribution, what is below x
     return (g.times(share + x * terms.apply("exp", x * x * -0.5) * NORMAL),)
 
 
-def _silu(g: Part, y: Term, x: Term) -> Sequence[Part]:
+def _silu(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
     gate = terms.apply("sigmoid", x)
     return (g.times(gate * (1.0 + x * (1.0 - gate))),)
 
 
-def _matmul(g: Part, y: Term, a: Term, b: Term) -> Sequence[Part]:
+def _matmul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm]:
     whole = _whole(g.term, y)
-    numbers, wide = ([one for one in factors(whole) if any(one[1].names) == has] for has in (False, True))
+    numbers, wide = ([one for one in factors(whole) if any(one[1].axes) == has] for has in (False, True))
     rest = product(wide)
     if rest is None:  # the product of one row and one column is a number itself
         numbers, rest = [], whole
-    found = Part(g.by, rest @ terms.transpose(b)), Part(g.by, terms.transpose(a) @ rest)
+    found = ScaledTerm(g.by, rest @ terms.transpose(b)), ScaledTerm(g.by, terms.transpose(a) @ rest)
     for how, number in numbers:  # behind the products
         first, second = ((one.times(number) if how == "mul" else one.over(number)) for one in found)
         found = first, second
     return found
 
 
-def _transpose(g: Part, y: Term, x: Term) -> Sequence[Part]:
-    return (Part(g.by, _turned(_whole(g.term, y))),)
+def _transpose(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
+    return (ScaledTerm(g.by, _turned(_whole(g.term, y))),)
 
 
-def _max(g: Part, y: Term, x: Term) -> Sequence[Part]:
+def _max(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
     greatest = x >= y  # of which there may be several
     return (g.over(terms.reduce("sum", where(greatest, 1.0, 0.0))).where(greatest),)
 
 
-def _half(g: Part, y: Term, x: Term) -> Sequence[Part]:
+def _half(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
     term = _whole(g.term, y)
     zero = term * 0.0
-    return (Part(g.by, terms.concat(*((term, zero) if y.what == 0 else (zero, term)))),)
+    return (ScaledTerm(g.by, terms.concat(*((term, zero) if y.attr == 0 else (zero, term)))),)
 
 
-def _concat(g: Part, y: Term, *of: Term) -> Sequence[Part]:
-    if len(of) != 2 or of[0].extents != of[1].extents or of[0].names[-1] is None:
+def _concat(g: ScaledTerm, y: Term, *of: Term) -> Sequence[ScaledTerm]:
+    if len(of) != 2 or of[0].extents != of[1].extents or of[0].axes[-1] is None:
         raise NoRule("concatenate: has a gradient of two halves")
-    return tuple([Part(g.by, terms.half(_whole(g.term, y), n)) for n in (0, 1)])
+    return tuple([ScaledTerm(g.by, terms.half(_whole(g.term, y), n)) for n in (0, 1)])
 
 
 def _linear(operation: Callable[[Term, Term], Term]) -> Back:
     """The rule of an operation that only moves elements of its first argument: the gradient is moved back by `operation`."""
-    return lambda g, y, x, *rest: (Part(g.by, operation(_whole(g.term, y), y)), *[None] * len(rest))
+    return lambda g, y, x, *rest: (ScaledTerm(g.by, operation(_whole(g.term, y), y)), *[None] * len(rest))
 
 
 BACK: dict[str, Back] = {  # of y, made of others, with the gradient g by y: those by the others
@@ -140,7 +140,7 @@ BACK: dict[str, Back] = {  # of y, made of others, with the gradient g by y: tho
     "silu": _silu,
     "gelu": _gelu,
     "relu": lambda g, y, x: (g.where(x > 0.0),),
-    "abs": lambda g, y, x: (Part(g.by, where(x > 0.0, g.term, where(x < 0.0, -g.term, 0.0))),),
+    "abs": lambda g, y, x: (ScaledTerm(g.by, where(x > 0.0, g.term, where(x < 0.0, -g.term, 0.0))),),
     **{name: (lambda g, y, x: (g,)) for name in CASTS if name != "fp8e4m3"},
     "sum": lambda g, y, x: (g,),
     "max": _max,
@@ -148,10 +148,10 @@ BACK: dict[str, Back] = {  # of y, made of others, with the gradient g by y: tho
     "transpose": _transpose,
     "concat": _concat,
     "half": _half,
-    "dropout": lambda g, y, x, p, seed: (Part(g.by, terms.dropout(_whole(g.term, y), p, seed)), None, None),
+    "dropout": lambda g, y, x, p, seed: (ScaledTerm(g.by, terms.dropout(_whole(g.term, y), p, seed)), None, None),
     "pick": lambda g, y, x, index: (g.where(terms.is_column(x, index)), None),
     "split": _linear(lambda g, y: terms.merged(g)),
-    "merged": _linear(lambda g, y: terms.split_like(g, y.of[0])),
+    "merged": _linear(lambda g, y: terms.split_like(g, y.args[0])),
 }
 for _comparison in ("less", "less_equal", "greater", "greater_equal"):
     BACK[_comparison] = lambda g, y, a, b: (None, None)
@@ -163,18 +163,18 @@ def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: 
     every = list(walk(*roots))
     leads = set(wanted)
     for x in every:
-        if any(y in leads for y in x.of):
+        if any(y in leads for y in x.args):
             leads.add(x)
-    parts: dict[Term, list[Part]] = {x: [Part(1.0, _whole(g, x)) for g in given] for x, given in by.items()}
+    parts: dict[Term, list[ScaledTerm]] = {x: [ScaledTerm(1.0, _whole(g, x)) for g in given] for x, given in by.items()}
     for x in reversed(every):
-        if x not in leads or x not in parts or not x.of:
+        if x not in leads or x not in parts or not x.args:
             continue
         if x.operation not in BACK:
             raise NoRule(f"{x.operation}: has no gradient yet: {x!r:.200}")
         found = _added(parts[x])
         if found is None or (x.operation == "max" and _is_zero(found.term)):
             continue
-        for y, part in zip(x.of, BACK[x.operation](found, x, *x.of)):
+        for y, part in zip(x.args, BACK[x.operation](found, x, *x.args)):
             fitted = _fitted(part, x, y) if part is not None and y in leads else None
             if fitted is not None:
                 parts.setdefault(y, []).append(fitted)
@@ -182,66 +182,68 @@ def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], wanted: 
     return [None if one is None else _whole(_written(one), x) for one, x in zip(sums, wanted)]
 
 
-def _added(parts: Sequence[Part]) -> Part | None:
+def _added(parts: Sequence[ScaledTerm]) -> ScaledTerm | None:
     """The sum of the parts, in which equal terms are joined; None if they cancel."""
     numbers: dict[Term, float] = {}
     for part in _totals_as_one(parts):
         numbers[part.term] = numbers.get(part.term, 0.0) + part.by
-    left = sorted([Part(by, x) for x, by in numbers.items() if by], key=lambda part: part.by < 0)  # what is taken away is last
+    left = sorted(
+        [ScaledTerm(by, x) for x, by in numbers.items() if by], key=lambda part: part.by < 0
+    )  # what is taken away is last
     if len(left) < 2:
         return left[0] if left else None
     halves = _side_by_side(left)
     if halves is not None:
-        return Part(1.0, halves)
+        return ScaledTerm(1.0, halves)
     found = _written(left[0])
     for by, x in left[1:]:
-        found = found - _written(Part(-by, x)) if by < 0 else found + _written(Part(by, x))
-    return Part(1.0, found)
+        found = found - _written(ScaledTerm(-by, x)) if by < 0 else found + _written(ScaledTerm(by, x))
+    return ScaledTerm(1.0, found)
 
 
-def _totals_as_one(parts: Sequence[Part]) -> list[Part]:
+def _totals_as_one(parts: Sequence[ScaledTerm]) -> list[ScaledTerm]:
     """The parts with totals over the same axes joined: the sum of totals becomes the total of a sum."""
-    totals: dict[tuple, list[Part]] = {}
+    totals: dict[tuple, list[ScaledTerm]] = {}
     for by, x in parts:
         if x.operation == "total":
-            totals.setdefault((x.what, x.of[0].ndim), []).append(Part(by, x.of[0]))
+            totals.setdefault((x.attr, x.args[0].ndim), []).append(ScaledTerm(by, x.args[0]))
     if all(len(some) < 2 for some in totals.values()):
         return [*parts]
     sums = [(what, _added(some)) for (what, _), some in totals.items()]
     rest = [part for part in parts if part.term.operation != "total"]
-    return rest + [Part(one.by, terms.total_along(one.term, what)) for what, one in sums if one]
+    return rest + [ScaledTerm(one.by, terms.total_along(one.term, what)) for what, one in sums if one]
 
 
-def _side_by_side(parts: Sequence[Part]) -> Term | None:
+def _side_by_side(parts: Sequence[ScaledTerm]) -> Term | None:
     """If the two parts are gradients by the two halves of one row, these halves side by side, as one term; otherwise None."""
     if len(parts) != 2 or not all(part.term.operation == "concat" for part in parts):
         return None
-    (a, zero), (none, b) = sorted((part.term.of for part in parts), key=lambda of: _is_nothing(of[0]))
+    (a, zero), (none, b) = sorted((part.term.args for part in parts), key=lambda of: _is_nothing(of[0]))
     if not _is_nothing(zero) or not _is_nothing(none) or _is_nothing(a) or _is_nothing(b):
         return None
-    first = next(part.by for part in parts if part.term.of == (a, zero))
-    second = next(part.by for part in parts if part.term.of == (none, b))
-    return terms.concat(_written(Part(first, a)), _written(Part(second, b)))
+    first = next(part.by for part in parts if part.term.args == (a, zero))
+    second = next(part.by for part in parts if part.term.args == (none, b))
+    return terms.concat(_written(ScaledTerm(first, a)), _written(ScaledTerm(second, b)))
 
 
 def _is_nothing(x: Term) -> bool:
     """Is it a product with 0, as _half makes it for the other half of the row?"""
-    return x.operation == "mul" and x.of[1].operation == "number" and x.of[1].what == 0
+    return x.operation == "mul" and x.args[1].operation == "number" and x.args[1].attr == 0
 
 
-def _written(part: Part) -> Term:
+def _written(part: ScaledTerm) -> Term:
     """The part as a term."""
     return part.term if part.by == 1 else -part.term if part.by == -1 else part.term * part.by
 
 
-def _fitted(part: Part, x: Term, y: Term) -> Part | None:
+def _fitted(part: ScaledTerm, x: Term, y: Term) -> ScaledTerm | None:
     """The gradient that an operation x returns to its operand y, summed over the axes along which y was broadcast; None if it
     is 0."""
     term = part.term
-    has = ((None,) * (x.ndim - term.ndim) + term.names)[max(0, term.ndim - x.ndim) :]  # a total over rows keeps their axis
-    needs = (None,) * (x.ndim - y.ndim) + y.names
+    has = ((None,) * (x.ndim - term.ndim) + term.axes)[max(0, term.ndim - x.ndim) :]  # a total over rows keeps their axis
+    needs = (None,) * (x.ndim - y.ndim) + y.axes
     if x.operation not in ("sum", "max", "matmul", "transpose", "concat", "half", "split", "merged", "pick"):  # of its shape
-        for place, axis in enumerate(x.names):
+        for place, axis in enumerate(x.axes):
             if axis is not None and needs[place] is None and has[place] is None:
                 if place != x.ndim - 1:
                     raise NoRule(f"{x.operation}: what broadcasts along rows has a gradient that does: {x!r:.200}")
@@ -251,11 +253,11 @@ def _fitted(part: Part, x: Term, y: Term) -> Part | None:
             if summed is None:
                 return None
             part = summed.scaled(part.by)
-    extra = [n for n in range(1, part.term.ndim + 1) if part.term.names[-n] is not None and (n > y.ndim or y.names[-n] is None)]
-    return Part(part.by, terms.total(part.term, y)) if extra else part
+    extra = [n for n in range(1, part.term.ndim + 1) if part.term.axes[-n] is not None and (n > y.ndim or y.axes[-n] is None)]
+    return ScaledTerm(part.by, terms.total(part.term, y)) if extra else part
 
 
-def _summed(x: Term) -> Part | None:
+def _summed(x: Term) -> ScaledTerm | None:
     """The sum of each row. Factors that are one number for each row are taken out of the sum, so that fewer reductions have to
     wait for others. None if the sum is 0 for all inputs, such as that of x - mean(x)."""
     scales, inner = _scales_apart(x)
@@ -268,10 +270,10 @@ def _summed(x: Term) -> Part | None:
     if x.operation in ("add", "sub"):
         if _is_zero(whole):
             return None
-        if all(map(along, x.of)) and any(_scales_apart(y)[0] for y in x.of):
-            a, b = map(_summed, x.of)
+        if all(map(along, x.args)) and any(_scales_apart(y)[0] for y in x.args):
+            a, b = map(_summed, x.args)
             return _added([part for part in (a, b and b.scaled(-1 if x.operation == "sub" else 1)) if part])
-    return Part(1.0, whole)
+    return ScaledTerm(1.0, whole)
 
 
 def _scales_apart(x: Term) -> tuple[list[tuple[str, Term]], Term | None]:
@@ -283,18 +285,18 @@ def _scales_apart(x: Term) -> tuple[list[tuple[str, Term]], Term | None]:
 def _whole(g: Term, like: Term) -> Term:
     """A gradient that has all axes of the term that it belongs to. NoRule: it lacks one, because it is the same along that
     axis."""
-    ours, its = ((None,) * (max(g.ndim, like.ndim) - x.ndim) + x.names for x in (g, like))
+    ours, its = ((None,) * (max(g.ndim, like.ndim) - x.ndim) + x.axes for x in (g, like))
     for axis, wanted in zip(ours, its):
         if (axis is None) != (wanted is None):
             raise NoRule(f"a gradient that is the same along an axis: {g!r:.100} of {like!r:.100}")
-        same(axis, wanted)
+        unify(axis, wanted)
     return g
 
 
 def _turned(g: Term) -> Term:
     """The transpose of a gradient. That of a.T @ b is b.T @ a, so that the product itself need not be transposed."""
-    if g.operation == "matmul" and g.of[0].operation == "transpose":
-        return terms.transpose(g.of[1]) @ g.of[0].of[0]
+    if g.operation == "matmul" and g.args[0].operation == "transpose":
+        return terms.transpose(g.args[1]) @ g.args[0].args[0]
     return terms.transpose(g)
 
 
@@ -302,8 +304,8 @@ def _is_zero(x: Term) -> bool:
     """Is the term 0 for all inputs? Identity testing finds it out (identity.py). The answer does not depend on lengths, so it
     is kept for equal terms of other lengths."""
     order = {y: n for n, y in enumerate(walk(x))}
-    what = [y.what if y.operation in ("number", "half", "total") else y.operation == "input" and y.what[0] for y in order]
-    key = tuple([(y.operation, *map(order.get, y.of), its, *map(bool, y.names)) for y, its in zip(order, what)])
+    what = [y.attr if y.operation in ("number", "half", "total") else y.operation == "input" and y.attr[0] for y in order]
+    key = tuple([(y.operation, *map(order.get, y.args), its, *map(bool, y.axes)) for y, its in zip(order, what)])
     if key not in ZEROS:
         try:
             ZEROS[key] = identity([x], [x * 2.0]).equal

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from . import graph
-from .axes import elementary
+from .axes import base_axes
 from .evaluate import evaluate
-from .float_check import EXTENTS, Sized
+from .float_check import EXTENTS, SizedArithmetic
 from .functions import CASTS
 from .graph import walk
 from .identity import extent_in
@@ -25,7 +25,7 @@ from .terms import Term
 STEP, DIGITS, NOISE = 1e-6, 1e-5, 1e-8  # h; of the sum; of the results, which differences are made of
 
 
-class Unrounded(Sized):
+class UnroundedArithmetic(SizedArithmetic):
     """Arithmetic in float64 in which a cast rounds nothing."""
 
     def map(self, name: str, *of: Any) -> Any:
@@ -61,16 +61,16 @@ def compare_with_differences(
     """Compare gradients with differences; see the module. by: the gradient that is given for each result. gradients: of each
     argument the gradient that is claimed. All of these are terms over the same inputs."""
     every = list(walk(*results, *by, *gradients, *gradients.values()))
-    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(elementary(name for x in every for name in x.names))}
-    rng, indices, arithmetic = np.random.default_rng(seed), graph.indices(every), Unrounded(np.float64, extents)
+    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(base_axes(name for x in every for name in x.axes))}
+    rng, indices, arithmetic = np.random.default_rng(seed), graph.indices(every), UnroundedArithmetic(np.float64, extents)
     given = dict[str, Any]()
     for x in (x for x in every if x.operation == "input"):
-        shape = tuple(extent_in(axis, extents) for axis in x.names)
-        if np.dtype(x.what[1]).kind == "i":
+        shape = tuple(extent_in(axis, extents) for axis in x.axes)
+        if np.dtype(x.attr[1]).kind == "i":
             axis = indices[x][0] if x in indices else None
-            given[x.what[0]] = rng.integers(0, extent_in(axis, extents), shape)
+            given[x.attr[0]] = rng.integers(0, extent_in(axis, extents), shape)
         else:
-            given[x.what[0]] = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
+            given[x.attr[0]] = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
 
     def values(roots: Sequence[Term], **changed: Any) -> list[np.ndarray]:
         with np.errstate(all="ignore"):
@@ -83,14 +83,14 @@ def compare_with_differences(
     weights, wrong = values(by), []
     noise = sum(abs(dy * y).sum() for dy, y in zip(weights, values(results)))
     for (x, _), dx in zip(gradients.items(), values([*gradients.values()])):
-        name = x.what[0]
+        name = x.attr[0]
         v = rng.standard_normal(given[name].shape)
         ahead, behind = (values(results, **{name: given[name] + h * v}) for h in (STEP, -STEP))
         slope = sum((dy * (a - b)).sum() for dy, a, b in zip(weights, ahead, behind)) / (2 * STEP)
         claimed = dx.reshape(v.shape) * v
         if not abs(claimed.sum() - slope) <= DIGITS * abs(claimed).sum() + NOISE * noise:
             wrong.append(f"d{name} gives {claimed.sum():.6g} where differences give {slope:.6g}")
-    return DerivativeCheck(tuple(x.what[0] for x in gradients), tuple(wrong))
+    return DerivativeCheck(tuple(x.attr[0] for x in gradients), tuple(wrong))
 
 
 def _finite(arrays: Sequence[np.ndarray]) -> bool:

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from attention.dropout import share_of
+from attention.dropout import drop_threshold
 from tiles.philox import HALF, MULTIPLIERS, ROUNDS, STEPS, TILE, WORD, halves
 
 
 def kept(shape: Sequence[int], p: float, seed: int) -> np.ndarray:
     """True where an element of an array of this shape is kept."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    return (halves(seed, 0, 0, np.arange(rows)[:, None], np.arange(columns)) >= share_of(p)).reshape(shape)
+    return (halves(seed, 0, 0, np.arange(rows)[:, None], np.arange(columns)) >= drop_threshold(p)).reshape(shape)
 
 
 def kept_in_torch(x: Any, p: float, seed: Any) -> Any:
@@ -38,4 +38,4 @@ def kept_in_torch(x: Any, p: float, seed: Any) -> Any:
         a, b, c, d = (z >> 32 & WORD) ^ b ^ first, z & WORD, (y >> 32 & WORD) ^ d ^ second, y & WORD
     below = torch.where(j % TILE < HALF, a, c), torch.where(j % TILE < HALF, b, d)
     word = torch.where(i % TILE < HALF, *below)
-    return ((word >> 16 * (j % 2) & 0xFFFF) >= share_of(p)).reshape(x.shape)
+    return ((word >> 16 * (j % 2) & 0xFFFF) >= drop_threshold(p)).reshape(x.shape)

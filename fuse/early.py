@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiles.arrays import Operand
-from tiles.recording import Recorded
+from tiles.recording import RecordedStep
 
 WRITTEN: dict[int, list[tuple[int, int]]] = {}  # by stream: from where to where the last launch that may be overtaken wrote
 
@@ -24,17 +24,16 @@ def memory_of(x: Operand) -> Memory:
     return x.source, x.form.extent
 
 
-class Early(NamedTuple):
+class EarlyLaunch(NamedTuple):
     """A step of a program: a launch that begins before the launch ahead of it has ended, if that one does not write what it
     reads early. reads: what it reads early, its weights. writes: its results."""
 
-    launch: Recorded
+    launch: RecordedStep
     reads: Sequence[Memory]
     writes: Sequence[Memory]
 
     @property
     def of_lengths(self) -> bool:
-        """See program.Step."""
         return self.launch.of_lengths
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:

@@ -41,7 +41,7 @@ class Arithmetic(Protocol):
     def count(self, axis: Axis | None, extent: int) -> int: ...
 
 
-class InNumPy:
+class NumPyArithmetic:
     """NumPy's arithmetic, in which each step is rounded to a dtype: float64 for references, the dtype of the inputs for the
     yardstick of the error rule. Products are summed in float32 and rounded once, as the tensor cores do it."""
 
@@ -103,13 +103,13 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
     """The values of these terms. given: the values of the inputs, by name. arithmetic: what is computed with."""
     values: dict[int, Any] = {}
     for x in walk(*roots):
-        of = [values[id(y)] for y in x.of]
+        of = [values[id(y)] for y in x.args]
         if x.operation == "input":
-            found = given[x.what[0]]
+            found = given[x.attr[0]]
         elif x.operation == "number":
-            found = arithmetic.number(x.what)
+            found = arithmetic.number(x.attr)
         elif x.operation == "length":
-            found = arithmetic.length(*x.what)
+            found = arithmetic.length(*x.attr)
         elif x.operation in MAPS:
             found = arithmetic.map(x.operation, *of)
         elif x.operation in ("sum", "max"):
@@ -119,7 +119,7 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
         elif x.operation == "transpose":
             found = of[0].swapaxes(-1, -2)
         elif x.operation == "half":
-            found = np.split(of[0], 2, -1)[x.what]
+            found = np.split(of[0], 2, -1)[x.attr]
         elif x.operation == "causal":
             found = arithmetic.causal(*of)
         elif x.operation == "dropout":
@@ -127,11 +127,11 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
         elif x.operation == "pick":
             found = arithmetic.pick(*of)
         elif x.operation == "is_column":
-            found = np.asarray(of[0])[..., None] == np.arange(arithmetic.count(*x.what))
+            found = np.asarray(of[0])[..., None] == np.arange(arithmetic.count(*x.attr))
         elif x.operation == "total":
-            found = _total(arithmetic, of[0], x.what)
+            found = _total(arithmetic, of[0], x.attr)
         elif x.operation == "gathered":
-            found = np.concatenate([_total(arithmetic, of[0][n :: x.what], (-2,)) for n in range(x.what)])
+            found = np.concatenate([_total(arithmetic, of[0][n :: x.attr], (-2,)) for n in range(x.attr)])
         elif x.operation == "matmul_by":
             found = _matmul_by(arithmetic, *of)
         elif x.operation == "among":
@@ -142,9 +142,9 @@ def evaluate(roots: Sequence[Term], given: Mapping[str, Any], arithmetic: Arithm
         elif x.operation == "spread":
             found = np.repeat(of[0], of[1].shape[1], -1)
         elif x.operation in PARTS:
-            found = _of_parts(x.operation, arithmetic, arithmetic.count(x.names[-1], x.extents[-1]), *of)
+            found = _of_parts(x.operation, arithmetic, arithmetic.count(x.axes[-1], x.extents[-1]), *of)
         elif x.operation == "split":
-            found = of[0].reshape(*of[0].shape[:-1], arithmetic.count(x.names[-3], x.what), -1).swapaxes(-3, -2)
+            found = of[0].reshape(*of[0].shape[:-1], arithmetic.count(x.axes[-3], x.attr), -1).swapaxes(-3, -2)
         elif x.operation == "merged":
             found = of[0].swapaxes(-3, -2).reshape(*of[0].shape[:-3], of[0].shape[-2], -1)
         elif x.operation == "stacked":
@@ -205,12 +205,12 @@ def beyond(root: Term, leaves: Sequence[Term]) -> np.ndarray:
             known[x] = np.zeros(DRAWS)
         elif x.operation in MAPS and x not in ends:
             with np.errstate(all="ignore"):
-                known[x] = np.asarray(MAPS[x.operation].numpy(*[known[y] for y in x.of]))
+                known[x] = np.asarray(MAPS[x.operation].numpy(*[known[y] for y in x.args]))
         elif x.operation == "dropout":  # nothing but zeros, or not
-            known[x] = known[x.of[0]]
+            known[x] = known[x.args[0]]
         else:
             large = np.where(np.arange(DRAWS) % 2, 1000, 1)  # so that an exp may overflow
-            known[x] = np.full(DRAWS, x.what) if x.operation == "number" else large * rng.standard_normal(DRAWS)
+            known[x] = np.full(DRAWS, x.attr) if x.operation == "number" else large * rng.standard_normal(DRAWS)
         if not along(x):
             counts &= np.isfinite(known[x])
     return known[root][counts] if counts.any() else np.full(1, np.nan)

@@ -27,9 +27,9 @@ import ml_dtypes
 import numpy as np
 
 from . import graph
-from .axes import Axis, elementary
+from .axes import Axis, base_axes
 from .axes import extent as extent_of
-from .evaluate import InNumPy, evaluate
+from .evaluate import NumPyArithmetic, evaluate
 from .functions import FP8
 from .graph import walk
 from .identity import extent_in
@@ -89,7 +89,7 @@ def _some(places: Sequence[str]) -> str:
     return ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
 
 
-class Sized(InNumPy):
+class SizedArithmetic(NumPyArithmetic):
     """NumPy's arithmetic, for arrays of other extents than those that the terms were traced with."""
 
     def __init__(self, dtype: Any, sizes: Mapping[Axis, int]):
@@ -109,12 +109,14 @@ def compare_in_floats(definition: Sequence[Term], rewritten: Sequence[Term], dec
     every = list(walk(*definition, *rewritten))
     of_constants = _of_constants(every)
     kinds, moderate = KINDS | of_constants, {*MODERATE, *of_constants}
-    rows = {x.names[-2].root for x in definition if x.ndim > 1 and x.names[-2] is not None}
-    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(elementary(name for x in every for name in x.names))}
-    extents |= {axis: 2 for axis in extents if axis.cut is not None} | {axis: len(kinds) for axis in elementary(rows)}
+    rows = {x.axes[-2].root for x in definition if x.ndim > 1 and x.axes[-2] is not None}
+    extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(base_axes(name for x in every for name in x.axes))}
+    extents |= {axis: 2 for axis in extents if axis.tiled_axis is not None} | {axis: len(kinds) for axis in base_axes(rows)}
     found: dict[bool, dict[str, None]] = {True: {}, False: {}}  # is something wrong, or lost? where
     for others, of_rows, given in _draws(every, rows, kinds, extents, all(_has_rows(x, rows) for x in definition)):
-        (ref, other), (low, narrow) = (_both(definition, rewritten, given, Sized(t, extents)) for t in (np.float64, np.float32))
+        (ref, other), (low, narrow) = (
+            _both(definition, rewritten, given, SizedArithmetic(t, extents)) for t in (np.float64, np.float32)
+        )
         for x, *values in zip(definition, ref, other, low, narrow):
             if not _has_rows(x, rows) and len(of_rows) > 1:
                 continue
@@ -128,7 +130,7 @@ def compare_in_floats(definition: Sequence[Term], rewritten: Sequence[Term], dec
 
 
 def _has_rows(x: Term, rows: set[Axis]) -> bool:
-    return x.ndim > 1 and x.names[-2] is not None and x.names[-2].root in rows
+    return x.ndim > 1 and x.axes[-2] is not None and x.axes[-2].root in rows
 
 
 def _verdicts(ref: Any, other: Any, low: Any, narrow: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +153,7 @@ def _difference(x: Any, ref: Any) -> Any:
 
 
 def _both(
-    definition: Sequence[Term], rewritten: Sequence[Term], given: Mapping[str, Any], arithmetic: Sized
+    definition: Sequence[Term], rewritten: Sequence[Term], given: Mapping[str, Any], arithmetic: SizedArithmetic
 ) -> tuple[Any, Any]:
     """The values of both lists of terms. What they share is computed once."""
     with np.errstate(all="ignore"):
@@ -165,7 +167,7 @@ def _in(x: Any, dtype: Any) -> Any:
 
 def _of_constants(every: Sequence[Term]) -> dict[str, Any]:
     """Kinds of rows whose numbers, or their squares, are as great as a constant of these terms."""
-    found = sorted({abs(x.what) for x in every if x.operation == "number" and 1e-30 < abs(x.what) < 1e30 and abs(x.what) != 1})
+    found = sorted({abs(x.attr) for x in every if x.operation == "number" and 1e-30 < abs(x.attr) < 1e30 and abs(x.attr) != 1})
     sizes = {f"of {c:.3g}": c for c in found[:CONSTANTS]} | {f"of {c:.3g} ** 0.5": c**0.5 for c in found[:CONSTANTS]}
     return {name: functools.partial(np.multiply, size) for name, size in sizes.items()}
 
@@ -176,17 +178,17 @@ def _draws(
     """(the kind of the arrays without rows, the kinds of the rows, the arguments): all kinds of rows with each of OTHERS.
     apart: has each result rows? If not, rows would meet in it, so there are arguments with each kind alone, too."""
     rng, indices = np.random.default_rng(0), graph.indices(every)
-    probabilities = {x.of[1] for x in every if x.operation == "dropout"}
+    probabilities = {x.args[1] for x in every if x.operation == "dropout"}
     draws = [(others, [*kinds]) for others in OTHERS]
     if not apart:
         draws += [("normal", [kind]) for kind in kinds] + [(others, ["normal"]) for others in OTHERS]
     for others, of_rows in draws:
         given, count = dict[str, Any](), 0
         for x in (x for x in every if x.operation == "input"):
-            shape = tuple(extent_in(axis, extents) for axis in x.names)
-            if np.dtype(x.what[1]).kind == "i":
+            shape = tuple(extent_in(axis, extents) for axis in x.axes)
+            if np.dtype(x.attr[1]).kind == "i":
                 axis = indices[x][0] if x in indices else None
-                given[x.what[0]] = rng.integers(-1, extent_in(axis, extents), shape)
+                given[x.attr[0]] = rng.integers(-1, extent_in(axis, extents), shape)
                 continue
             drawn = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
             if _has_rows(x, rows):
@@ -194,7 +196,7 @@ def _draws(
                 drawn = np.concatenate(each, -2)
             elif x not in probabilities:
                 drawn, count = OTHERS[others](drawn, count), count + 1
-            given[x.what[0]] = _held(drawn, x.what[1])
+            given[x.attr[0]] = _held(drawn, x.attr[1])
         yield others, of_rows, given
 
 

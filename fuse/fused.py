@@ -28,11 +28,11 @@ from tiles.jax_call import tracing
 
 from . import gradient
 from .candidates import Candidate
-from .definition import Definition, NoKernel, once
-from .evaluate import InNumPy, evaluate
+from .definition import Definition, NoKernel, memoize_by_kinds
+from .evaluate import NumPyArithmetic, evaluate
 from .given import as_rows, cast, dtype_of, in_order, refuse_index, written
-from .program import FLOATS, HOLDS, FusedProgram, chosen_among, program_of
-from .trace import Shape, Traced, ordinal_of
+from .program import FLOATS, HOLDS, FusedProgram, index_bounds, program_of
+from .trace import Shape, TracedDefinition, ordinal_of
 
 if TYPE_CHECKING:
     from .backward import Gradient
@@ -47,9 +47,9 @@ class Fused(Definition):
     def __init__(self, definition: Callable):
         functools.update_wrapper(self, definition)
         super().__init__(definition)
-        self.gradients = gradient.Gradients(self)
+        self.gradients = gradient.GradientFunctions(self)
         self.programs: dict[tuple, FusedProgram] = {}
-        self.prepare = once(self.programs, lambda shapes: program_of(self, shapes, self.gradients.of_program))
+        self.prepare = memoize_by_kinds(self.programs, lambda shapes: program_of(self, shapes, self.gradients.of_program))
 
     def __call__(self, *given: Any, out: Any = None, stream: Any = None, **named: Any) -> Any:
         """What the definition says of these arrays: NumPy's by the definition, in float32; a GPU's by the fused kernels.
@@ -89,12 +89,12 @@ class Fused(Definition):
         """The same computed by the fused kernels, which run on NumPy arrays in the interpreter. Where no kernel serves these
         arrays, a warning says why, and the definition's operations run one by one."""
         arrays = self._arguments(given, named)
-        flat, lead = self._rows(arrays)
+        flat, lead = self._flatten_leading(arrays)
         shapes, kinds = self._kinds(self.prepare, flat)
         program = self.programs[kinds]
         into = self._outs(out, program.results)
         outs = tuple([x if x is None or not lead else as_rows(x, lead) for x in into])
-        held = tuple([x.T if s.turned else x for x, s in zip(flat, shapes) if s.extents])
+        held = tuple([x.T if s.transposed else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
         if tracing(held[0]):
             self._refuse_parts_in_jit(program, shapes, ordinal_of(held), numbers)
@@ -139,19 +139,19 @@ class Fused(Definition):
     # ---- by the definition -------------------------------------------------------------------------------------------
     def _by_definition(self, arrays: Sequence[np.ndarray], out: Any) -> Any:
         """The results as the definition says, computed by NumPy in float32; they have the first array's dtype."""
-        flat, lead = self._rows(arrays)
-        traced, shapes = self.trace(flat), self._shapes(flat)
-        given = {name: x.T if s.turned else x for name, x, s in zip(self.names, flat, shapes)}
-        for name, among in chosen_among(traced).items():
+        flat, lead = self._flatten_leading(arrays)
+        trace_definition, shapes = self.trace(flat), self._shapes(flat)
+        given = {name: x.T if s.transposed else x for name, x, s in zip(self.names, flat, shapes)}
+        for name, among in index_bounds(trace_definition).items():
             refuse_index(name, given[name], among)
-        found = evaluate(traced.roots, given, InNumPy(np.float32))
+        found = evaluate(trace_definition.roots, given, NumPyArithmetic(np.float32))
         first, dtype = next((name, x.dtype) for name, x in zip(self.names, arrays) if isinstance(x, np.ndarray))
         if dtype.name not in (*FLOATS, "float64"):
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
-        results = [np.asarray(x, root.held_as(dtype.name)) for x, root in zip(found, traced.roots)]
+        results = [np.asarray(x, root.stored_dtype(dtype.name)) for x, root in zip(found, trace_definition.roots)]
         results = [x.reshape(*lead, x.shape[-1]) for x in results] if lead else results
         results = written(self._outs(out, len(results)), results)
-        return results[0] if traced.single else tuple(results)
+        return results[0] if trace_definition.single else tuple(results)
 
     def _by_parts(self, *arrays: Any) -> Any:
         """The results of the definition's operations, run one by one: torch's where the arrays are torch's and of one dtype. In
@@ -165,7 +165,7 @@ class Fused(Definition):
         floats = [x for x in arrays if dtype_of(x) in HOLDS]
         if all([x.dtype == floats[0].dtype for x in floats]):
             return in_order(self.definition(*arrays))
-        _, kinds = self._kinds(self.prepare, self._rows(arrays)[0])
+        _, kinds = self._kinds(self.prepare, self._flatten_leading(arrays)[0])
         results = in_order(self.definition(*[cast(x, "float32") if dtype_of(x) in HOLDS else x for x in arrays]))
         several = isinstance(results, tuple)
         wanted = [dtype or dtype_of(floats[0]) for dtype in self.programs[kinds].dtypes]
@@ -182,7 +182,7 @@ class Fused(Definition):
         """The results for torch's tensors that require grad, from which torch's autograd finds the way back."""
         if out is not None or stream is not None:
             raise TypeError("out, stream: must be None where a tensor requires grad")
-        flat, lead = self._rows(arrays)
+        flat, lead = self._flatten_leading(arrays)
         results = gradient.differentiable(self, flat)
         if not lead:
             return results
@@ -202,7 +202,7 @@ class Fused(Definition):
 
         rows: up to how many rows a table says which kernels serve which numbers of rows; 0 for none."""
         try:
-            said = self.candidates(*arrays)[0].explained()
+            said = self.candidates(*arrays)[0].describe()
             ranges = [
                 f"{', '.join(f'{first} to {last}' for first, last in some)} rows: {what}."
                 for what, some in self.table(arrays, rows).items()
@@ -211,16 +211,16 @@ class Fused(Definition):
         except NoKernel as error:
             return f"A call with these arrays runs by parts, and no kernel serves it. {error}."
 
-    def _served(self, arrays: Sequence[Any]) -> tuple[Traced, list[Candidate]]:
-        known = super()._served(arrays)
+    def _plan_call(self, arrays: Sequence[Any]) -> tuple[TracedDefinition, list[Candidate]]:
+        known = super()._plan_call(arrays)
         self._plan_only(arrays)
         return known
 
     def _plan_only(self, given: Sequence[Any]) -> None:
         """Plan a call, and launch nothing. NoKernel: with these arrays, their strides and dtypes, it would run by parts."""
-        flat, _ = self._rows(self._arguments(given))
+        flat, _ = self._flatten_leading(self._arguments(given))
         shapes, kinds = self._kinds(self.prepare, flat)
-        every = [(name, x.T if s.turned else x, s) for name, x, s in zip(self.names, flat, shapes)]
+        every = [(name, x.T if s.transposed else x, s) for name, x, s in zip(self.names, flat, shapes)]
         forms = {name: describe(without_grad(x), name).form for name, x, s in every if s.extents}
         numbers = tuple([x for _, x, s in every if not s.extents])
         self.programs[kinds].steps(forms, next(iter(forms.values())).device, numbers, "bshd")

@@ -19,7 +19,7 @@ from .cost import LAUNCH, Card, card
 from .derivative import NoRule
 from .module import PROGRAMS
 from .names import unused
-from .place import Way
+from .place import FusionPlan
 from .terms import Term, viewed
 from .trace import Shape, kinds_of, loose, ordinal_of, shape_of
 
@@ -42,23 +42,23 @@ def differentiable(function: Fused, arrays: Sequence[Any]) -> Any:
     """function.run(*arrays), which torch's autograd can differentiate. The definition's parts run instead under torch.func's
     transforms, and under torch.compile if kernels do not compute all gradients that are needed: torch.compile then makes
     kernels of its own, forward and backward."""
-    from .autograd import OfFused
+    from .autograd import FusedAutograd
 
     if transformed():
         return function._by_parts(*arrays)
     if compiling() and not function.gradients.all_by_kernels(arrays, [getattr(x, "requires_grad", False) for x in arrays]):
         return function._by_parts(*arrays)
-    return OfFused.apply(function, *arrays)
+    return FusedAutograd.apply(function, *arrays)
 
 
-class Gradients:
+class GradientFunctions:
     """The gradients of a fused function: what was made and found out for those that were asked for."""
 
     def __init__(self, function: Fused):
         self.function = function
         self.made: dict[tuple, Gradient] = {}
         self.known: dict[tuple, Any] = {}
-        self.op, self.all_of = _constant(self._op), _constant(self._all_of)
+        self.op, self.all_of = _mark_constant(self._op), _mark_constant(self._all_of)
 
     def by_all(self) -> Gradient:
         """The gradient with respect to all arguments that can have one, given the gradients with respect to all results."""
@@ -84,10 +84,10 @@ class Gradients:
         places, given = tuple(n for n, g in enumerate(by) if g is not None), [g for g in by if g is not None]
         shapes = self.function.of_class(lambda shapes: shapes, self.function._shapes(arrays))
         roots, like = self.function._trace(shapes).roots, [shape_of(g, "gradient") for g in given]
-        shapes += tuple([Shape(roots[n].extents, s.dtype, s.turned) for n, s in zip(places, like)])
+        shapes += tuple([Shape(roots[n].extents, s.dtype, s.transposed) for n, s in zip(places, like)])
         key = shapes, wanted, places, len(by), ordinal_of(arrays)
         if key not in self.known:
-            self.known[key] = self._served(*key)
+            self.known[key] = self._served_names(*key)
         names = self.known[key]
         return names, lambda: self.of(names, places, len(by)).run(*arrays, *given) if names else ()
 
@@ -100,10 +100,10 @@ class Gradients:
     def _all_of(self, kinds: tuple, needed: tuple[bool, ...], ordinal: int | None) -> bool:
         shapes = loose(kinds)
         results, first = self.function._trace(shapes).roots, next(s.dtype for s in shapes if s.extents)
-        shapes += tuple([Shape(x.extents, x.held_as(first)) for x in results])
+        shapes += tuple([Shape(x.extents, x.stored_dtype(first)) for x in results])
         wanted = tuple([name for name, one in zip(self.function.names, needed) if one])
         made = self.of(wanted, tuple(range(len(results))), len(results))
-        return bool(_ways(made, shapes, card(ordinal)))  # what they cost follows from lengths
+        return bool(_gradient_plans(made, shapes, card(ordinal)))  # what they cost follows from lengths
 
     def _op(self, wanted: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
         """The name of the torch op that computes this gradient, which is registered if it is not yet. torch.compile does not
@@ -144,7 +144,7 @@ class Gradients:
                 raise NotImplementedError(f"{name}: no kernel computes its gradient; put jax.lax.stop_gradient around it")
         return dict(zip(found, run()))
 
-    def _served(
+    def _served_names(
         self, shapes: tuple[Shape, ...], wanted: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
     ) -> tuple[str, ...]:
         """Those of the `wanted` arguments whose gradients kernels compute, and faster than parts would by the roofline: all of
@@ -157,7 +157,7 @@ class Gradients:
         return tuple([one for (one,) in alone if _is_served(self.of((one,), by, count), shapes, at)])
 
 
-def _constant(function: Callable) -> Callable:
+def _mark_constant(function: Callable) -> Callable:
     """The same function, marked so that Dynamo calls it while it traces, without a look inside, and takes what it returns for
     a constant."""
 
@@ -170,18 +170,18 @@ def _constant(function: Callable) -> Callable:
 
 def _is_served(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> bool:
     """Do kernels compute the gradient, and by the roofline faster than parts would?"""
-    ways = _ways(gradient, shapes, at)
+    ways = _gradient_plans(gradient, shapes, at)
     if not ways or not ways[0].kernels:  # the framework does it all
         return bool(ways)
     return ways[0].seconds <= seconds_by_parts(gradient._trace(shapes).roots, at)
 
 
-def _ways(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[Way]:
+def _gradient_plans(gradient: Gradient, shapes: tuple[Shape, ...], at: Card) -> list[FusionPlan]:
     """The ways to compute the gradient, the best first; none if an operation has no rule or no template serves it."""
     try:
-        if not gradient.made_of(shapes):
-            return [Way((), 0.0)]
-        return [one.way for one in candidates(gradient._trace(shapes), at)]
+        if not gradient.kernel_outputs_for(shapes):
+            return [FusionPlan((), 0.0)]
+        return [one.plan for one in candidates(gradient._trace(shapes), at)]
     except NoRule:
         return []
 
@@ -190,7 +190,7 @@ def seconds_by_parts(roots: Sequence[Term], at: Card) -> float:
     """By the roofline, the least time for these terms where each operation is a launch of its own."""
     found = 0.0
     for x in graph.walk(*roots):
-        if x.of and viewed(x) is x and x.names:
-            work = 2.0 * math.prod(x.extents) * x.of[0].extents[-1] if x.operation == "matmul" else 0.0
-            found += LAUNCH + max(sum(y.nbytes for y in (x, *x.of)) / at.bytes, work / at.products)
+        if x.args and viewed(x) is x and x.axes:
+            work = 2.0 * math.prod(x.extents) * x.args[0].extents[-1] if x.operation == "matmul" else 0.0
+            found += LAUNCH + max(sum(y.nbytes for y in (x, *x.args)) / at.bytes, work / at.products)
     return found

@@ -23,7 +23,7 @@ def walk(*roots: Term) -> Iterator[Term]:
         elif id(x) not in seen:
             seen.add(id(x))
             stack.append((x, True))
-            stack.extend((y, False) for y in reversed(x.of))
+            stack.extend((y, False) for y in reversed(x.args))
 
 
 def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = False) -> list[Term]:
@@ -35,33 +35,38 @@ def between(roots: Sequence[Term], leaves: Sequence[Term], with_leaves: bool = F
         if x not in found and (with_leaves or x not in ends):
             found.add(x)
             if x not in ends:
-                stack.extend(x.of)
+                stack.extend(x.args)
     return [x for x in walk(*roots) if x in found]
 
 
 def is_tile(x: Term) -> bool:
     """Has the term rows and columns? It may also have a batch of them."""
-    return x.ndim in (2, 3) and x.names[-2] is not None and x.names[-1] is not None
+    return x.ndim in (2, 3) and x.axes[-2] is not None and x.axes[-1] is not None
 
 
 def along(x: Term) -> bool:
     """Has the term columns? An index has none: it has one number for each row."""
-    return x.ndim > 0 and x.names[-1] is not None and not is_index(x)
+    return x.ndim > 0 and x.axes[-1] is not None and not is_index(x)
 
 
 def is_index(x: Term) -> bool:
     """Is the term an argument of integers, one for each row?"""
-    return x.operation == "input" and x.ndim == 1 and x.names[0] is not None and x.what[1] in INDEX
+    return x.operation == "input" and x.ndim == 1 and x.axes[0] is not None and x.attr[1] in INDEX
 
 
 def softmax_of(x: Term) -> Term | None:
     """The term s, if x is exp(s - max(s)) / sum(exp(s - max(s))), its softmax; otherwise None."""
-    if x.operation != "div" or x.of[1].operation != "sum" or x.of[0] is not x.of[1].of[0] or x.of[0].operation != "exp":
+    if (
+        x.operation != "div"
+        or x.args[1].operation != "sum"
+        or x.args[0] is not x.args[1].args[0]
+        or x.args[0].operation != "exp"
+    ):
         return None
-    shifted = x.of[0].of[0]
-    if shifted.operation != "sub" or shifted.of[1].operation != "max" or shifted.of[1].of[0] is not shifted.of[0]:
+    shifted = x.args[0].args[0]
+    if shifted.operation != "sub" or shifted.args[1].operation != "max" or shifted.args[1].args[0] is not shifted.args[0]:
         return None
-    return shifted.of[0]
+    return shifted.args[0]
 
 
 def inputs(*roots: Term) -> list[Term]:
@@ -76,7 +81,7 @@ def axes(*terms: Term) -> list[str]:
     known: dict[Axis, str] = {}
     found = []
     for x in terms:
-        roots = [Axis() if name is None else name.root for name in x.names]
+        roots = [Axis() if name is None else name.root for name in x.axes]
         for root in roots:
             if root not in known:
                 known[root] = next(letters)
@@ -89,13 +94,13 @@ def indices(roots: Sequence[Term]) -> dict[Term, tuple[Axis | None, int]]:
     found: dict[Term, tuple[Axis | None, int]] = {}
     for x in walk(*roots):
         if x.operation == "pick":
-            found[x.of[1]] = x.of[0].names[-1], x.of[0].extents[-1]
+            found[x.args[1]] = x.args[0].axes[-1], x.args[0].extents[-1]
         elif x.operation == "is_column":
-            found[x.of[0]] = x.what
+            found[x.args[0]] = x.attr
         elif x.operation == "matmul_by":
-            found[x.of[2]] = x.of[1].names[0], x.of[1].extents[0]
+            found[x.args[2]] = x.args[1].axes[0], x.args[1].extents[0]
         elif x.operation == "among":
-            found[x.of[1]] = x.of[2].names[0], x.of[2].extents[0]
+            found[x.args[1]] = x.args[2].axes[0], x.args[2].extents[0]
     return found
 
 
@@ -106,13 +111,13 @@ def rebuilt(x: Term, of: Sequence[Term]) -> Term:
     if x.operation in ("sum", "max"):
         return terms.reduce(x.operation, of[0])
     if x.operation == "half":
-        return terms.half(of[0], x.what)
+        return terms.half(of[0], x.attr)
     if x.operation == "split":
         return terms.split_like(of[0], x)
     if x.operation == "total":
-        return terms.total_along(of[0], x.what)
+        return terms.total_along(of[0], x.attr)
     if x.operation == "gathered":
-        return terms.gathered(of[0], x.what)
+        return terms.gathered(of[0], x.attr)
     if x.operation == "is_column":
         return terms.is_column(x, of[0])
     others: dict[str, Callable] = {

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import graph
-from .axes import Axis, elementary
+from .axes import Axis, base_axes
 from .axes import extent as extent_of
 from .evaluate import evaluate, picked, seen
 from .functions import MAPS
@@ -51,7 +51,7 @@ class NoInverse(ArithmeticError):
     """Something is divided by 0 at this point."""
 
 
-class Number(NamedTuple):
+class FieldNumber(NamedTuple):
     """A number twice: modulo p, and modulo q, which counts where it is an exponent. q is None if nothing is an exponent, or it
     was divided by 0 modulo q."""
 
@@ -59,7 +59,7 @@ class Number(NamedTuple):
     q: int | None
 
 
-class InField:
+class FieldArithmetic:
     """Arithmetic on arrays of Numbers (evaluate.Arithmetic). sizes: the extents of axes. key: of the random functions."""
 
     def __init__(self, field: PrimeField, sizes: Mapping[Axis, int], key: bytes):
@@ -67,48 +67,48 @@ class InField:
         self.maxima: dict[int, set[int]] = {}  # of what they are
 
     # ---- numbers -----------------------------------------------------------------------------------------------------
-    def embedded(self, value: float) -> Number:
+    def embedded(self, value: float) -> FieldNumber:
         """A constant: m * 2^e in both rings. Infinities and NaN are random numbers."""
         if not math.isfinite(value):
             return self.opaque("number", repr(value))
         exact = Fraction(value)
         p, q = ((exact.numerator * pow(exact.denominator, -1, n)) % n for n in self.field[:2])
-        return Number(p, q)
+        return FieldNumber(p, q)
 
-    def opaque(self, *what: Any) -> Number:
+    def opaque(self, *what: Any) -> FieldNumber:
         """The value of a random function, the same whenever its arguments are the same. Of a Number p decides."""
-        text = repr(tuple(x.p if isinstance(x, Number) else x for x in what)).encode()
+        text = repr(tuple(x.p if isinstance(x, FieldNumber) else x for x in what)).encode()
         digest = hashlib.blake2b(text, digest_size=48, key=self.key).digest()
-        return Number(
+        return FieldNumber(
             int.from_bytes(digest[:24], "little") % self.field.p, int.from_bytes(digest[24:], "little") % self.field.q
         )
 
-    def add(self, a: Number, b: Number) -> Number:
-        return Number((a.p + b.p) % self.field.p, None if a.q is None or b.q is None else (a.q + b.q) % self.field.q)
+    def add(self, a: FieldNumber, b: FieldNumber) -> FieldNumber:
+        return FieldNumber((a.p + b.p) % self.field.p, None if a.q is None or b.q is None else (a.q + b.q) % self.field.q)
 
-    def sub(self, a: Number, b: Number) -> Number:
-        return Number((a.p - b.p) % self.field.p, None if a.q is None or b.q is None else (a.q - b.q) % self.field.q)
+    def sub(self, a: FieldNumber, b: FieldNumber) -> FieldNumber:
+        return FieldNumber((a.p - b.p) % self.field.p, None if a.q is None or b.q is None else (a.q - b.q) % self.field.q)
 
-    def mul(self, a: Number, b: Number) -> Number:
-        return Number(a.p * b.p % self.field.p, None if a.q is None or b.q is None else a.q * b.q % self.field.q)
+    def mul(self, a: FieldNumber, b: FieldNumber) -> FieldNumber:
+        return FieldNumber(a.p * b.p % self.field.p, None if a.q is None or b.q is None else a.q * b.q % self.field.q)
 
-    def div(self, a: Number, b: Number) -> Number:
+    def div(self, a: FieldNumber, b: FieldNumber) -> FieldNumber:
         if not b.p:
             raise NoInverse
         p, q, _ = self.field
-        return Number(a.p * pow(b.p, -1, p) % p, a.q * pow(b.q, -1, q) % q if a.q is not None and b.q else None)
+        return FieldNumber(a.p * pow(b.p, -1, p) % p, a.q * pow(b.q, -1, q) % q if a.q is not None and b.q else None)
 
-    def neg(self, a: Number) -> Number:
-        return Number(-a.p % self.field.p, None if a.q is None else -a.q % self.field.q)
+    def neg(self, a: FieldNumber) -> FieldNumber:
+        return FieldNumber(-a.p % self.field.p, None if a.q is None else -a.q % self.field.q)
 
-    def same(self, a: Number) -> Number:
+    def same(self, a: FieldNumber) -> FieldNumber:
         return a
 
-    def exp(self, a: Number) -> Number:
+    def exp(self, a: FieldNumber) -> FieldNumber:
         if a.q is None:
             raise NoInverse
         value = pow(self.field.base, a.q, self.field.p)
-        return Number(value, self.opaque("exp", value).q)
+        return FieldNumber(value, self.opaque("exp", value).q)
 
     # ---- arrays of them ----------------------------------------------------------------------------------------------
     def number(self, value: float) -> Any:
@@ -136,11 +136,11 @@ class InField:
             found[at + (0,)] = self._sum(row) if kind == "sum" else self._max(row)
         return found
 
-    def _sum(self, row: Sequence[Number]) -> Number:
+    def _sum(self, row: Sequence[FieldNumber]) -> FieldNumber:
         whole = all(x.q is not None for x in row)
-        return Number(sum(x.p for x in row) % self.field.p, sum(x.q or 0 for x in row) % self.field.q if whole else None)
+        return FieldNumber(sum(x.p for x in row) % self.field.p, sum(x.q or 0 for x in row) % self.field.q if whole else None)
 
-    def _max(self, row: Sequence[Number]) -> Number:
+    def _max(self, row: Sequence[FieldNumber]) -> FieldNumber:
         every = set[int]().union(*[self.maxima.get(x.p, {x.p}) for x in row])
         found = row[0] if len(every) == 1 else self.opaque("max", *sorted(every))
         self.maxima[found.p] = every
@@ -161,7 +161,7 @@ class InField:
         return seen(x, _array(self.opaque("unseen")))
 
     def pick(self, x: Any, index: Any) -> Any:
-        return picked(x, index, _array(Number(0, 0)))
+        return picked(x, index, _array(FieldNumber(0, 0)))
 
     def count(self, axis: Axis | None, extent: int) -> int:
         return extent_in(axis, self.sizes)
@@ -178,14 +178,14 @@ def extent_in(axis: Axis | None, sizes: Mapping[Axis, int]) -> int:
     return 1 if axis is None else extent_of(axis, sizes)
 
 
-def _array(x: Number) -> Any:
+def _array(x: FieldNumber) -> Any:
     found = np.empty((), object)
     found[()] = x
     return found
 
 
 @dataclass(frozen=True)
-class Identity:
+class IdentityCheck:
     """The result of identity testing. equal: whether the terms were equal at all points. points: how many. seed: what they
     follow from. fields: their primes (p, q). comparisons: the Comparisons of the point that misses most. bound: on the chance
     that different terms are equal at all points. outside: the functions that are random in the test."""
@@ -208,16 +208,18 @@ class Identity:
         return found + (f"; stood in for by random functions: {', '.join(self.outside)}" if self.outside else "")
 
 
-def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int | None = None, points: int = POINTS) -> Identity:
+def identity(
+    definition: Sequence[Term], rewritten: Sequence[Term], seed: int | None = None, points: int = POINTS
+) -> IdentityCheck:
     """Test whether two lists of terms over the same inputs are equal, at random points that follow from the seed. Without one
     it is random itself: the bound is about primes that nobody knew when the rule was written. ValueError: no point was found
     at which all divisions are possible."""
     seed = secrets.randbits(64) if seed is None else seed
     every = list(walk(*definition, *rewritten))
-    axes = elementary(name for x in every for name in x.names)
+    axes = base_axes(name for x in every for name in x.axes)
     operations = {x.operation for x in every}
     outside = tuple(sorted(name for name in operations if name in OPAQUE or (name in MAPS and not MAPS[name].field)))
-    constants = {Fraction(x.what) for x in every if x.operation == "number" and math.isfinite(x.what)}
+    constants = {Fraction(x.attr) for x in every if x.operation == "number" and math.isfinite(x.attr)}
     random, fields, known, same = Random(seed), list[PrimeField](), list[tuple[Comparisons, ...]](), True
     sizes_of_axes = [*SIZES[: len(axes)], *range(14, 14 + len(axes) - len(SIZES))]
     while len(fields) < points and same:
@@ -229,7 +231,7 @@ def identity(definition: Sequence[Term], rewritten: Sequence[Term], seed: int | 
         fields.append(field)
     misses = [TRIES * sum(one.chance for one in every) for every in known]
     bound = math.prod(min(1.0, miss / 2**BITS) for miss in misses)
-    return Identity(same, len(fields), seed, tuple((x.p, x.q) for x in fields), known[np.argmax(misses)], bound, outside)
+    return IdentityCheck(same, len(fields), seed, tuple((x.p, x.q) for x in fields), known[np.argmax(misses)], bound, outside)
 
 
 def _field_for(constants: set[Fraction], random: Random) -> PrimeField:
@@ -249,12 +251,12 @@ def _values_at(
     for _ in range(TRIES):
         given = {}
         for x in (x for x in every if x.operation == "input"):
-            shape = tuple(extent_in(name, sizes) for name in x.names)
+            shape = tuple(extent_in(name, sizes) for name in x.axes)
             values, draw = np.empty(math.prod(shape), object), range(-1, extent_in(among[x][0], sizes)) if x in among else None
             for n in range(len(values)):
                 values[n] = random.choice(draw) if draw else _random_number(field, exponents, random)
-            given[x.what[0]] = values.reshape(shape)
-        arithmetic = InField(field, sizes, random.randbytes(32))
+            given[x.attr[0]] = values.reshape(shape)
+        arithmetic = FieldArithmetic(field, sizes, random.randbytes(32))
         try:
             return [evaluate(roots, given, arithmetic) for roots in (definition, rewritten)]
         except NoInverse:
@@ -262,12 +264,12 @@ def _values_at(
     raise ValueError(f"identity: something is divided by what has no inverse, whatever the numbers are: {definition}")
 
 
-def _random_number(field: PrimeField, exponent: bool, random: Random) -> Number:
-    return Number(random.randrange(field.p), random.randrange(field.q) if exponent else None)
+def _random_number(field: PrimeField, exponent: bool, random: Random) -> FieldNumber:
+    return FieldNumber(random.randrange(field.p), random.randrange(field.q) if exponent else None)
 
 
 # ---- the bound -------------------------------------------------------------------------------------------------------
-class Size(NamedTuple):
+class DegreeBound(NamedTuple):
     """Bounds on a rational function with integer coefficients: degree and bits of the numerator, degree and bits of the
     denominator. bits: of the sum of the coefficients' absolute values, which is never less than 1."""
 
@@ -276,20 +278,20 @@ class Size(NamedTuple):
     down: int
     down_bits: int
 
-    def times(self, other: Size) -> Size:
-        return Size(*map(sum, zip(self, other)))
+    def times(self, other: DegreeBound) -> DegreeBound:
+        return DegreeBound(*map(sum, zip(self, other)))
 
-    def over(self, other: Size) -> Size:
-        return self.times(Size(*other[2:], *other[:2]))
+    def over(self, other: DegreeBound) -> DegreeBound:
+        return self.times(DegreeBound(*other[2:], *other[:2]))
 
-    def plus(self, other: Size) -> Size:
+    def plus(self, other: DegreeBound) -> DegreeBound:
         (a, i, b, j), (c, k, d, n) = self, other
-        return Size(max(a + d, c + b), max(i + n, k + j) + 1, b + d, j + n)
+        return DegreeBound(max(a + d, c + b), max(i + n, k + j) + 1, b + d, j + n)
 
-    def summed(self, n: int) -> Size:
+    def summed(self, n: int) -> DegreeBound:
         """Of a sum of n of them, whose denominators may all differ."""
         a, i, b, j = self
-        return Size(a + (n - 1) * b, i + (n - 1) * j + n.bit_length(), n * b, n * j)
+        return DegreeBound(a + (n - 1) * b, i + (n - 1) * j + n.bit_length(), n * b, n * j)
 
 
 class Comparisons(NamedTuple):
@@ -308,33 +310,33 @@ class Comparisons(NamedTuple):
         return f"{self.pairs} ({self.degree} + 2 x {self.bits})"
 
 
-VARIABLE = Size(1, 0, 0, 0)  # a random function's value is a further variable
+VARIABLE = DegreeBound(1, 0, 0, 0)  # a random function's value is a further variable
 
 
-def _greatest(of: Sequence[Size]) -> Size:
-    return Size(*map(max, zip(*of)))
+def _greatest(of: Sequence[DegreeBound]) -> DegreeBound:
+    return DegreeBound(*map(max, zip(*of)))
 
 
-def _of_number(value: float) -> Size:
+def _of_number(value: float) -> DegreeBound:
     exact = Fraction(value)
-    return Size(0, exact.numerator.bit_length(), 0, exact.denominator.bit_length() - 1)
+    return DegreeBound(0, exact.numerator.bit_length(), 0, exact.denominator.bit_length() - 1)
 
 
 ONE_OF = "transpose half causal stacked heads split merged flat pick among spread pick_of_parts concat where".split()  # or 0
 
 
-def _sizes(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> dict[Term, Size]:
+def _sizes(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> dict[Term, DegreeBound]:
     """The Size of the elements of each term that these are made of."""
-    found: dict[Term, Size] = {}
+    found: dict[Term, DegreeBound] = {}
     for x in walk(*roots):
-        of = [found[y] for y in x.of]
+        of = [found[y] for y in x.args]
         name = MAPS[x.operation].field if x.operation in MAPS else x.operation
         if x.operation in ("input", "exp") or not name:
             found[x] = _greatest([*of[1:], VARIABLE]) if x.operation == "where" else VARIABLE
         elif name == "number":
-            found[x] = _of_number(x.what) if math.isfinite(x.what) else VARIABLE
+            found[x] = _of_number(x.attr) if math.isfinite(x.attr) else VARIABLE
         elif name == "length":
-            found[x] = Size(0, extent_in(x.what[0], sizes).bit_length() if x.what[0] else x.what[1].bit_length(), 0, 0)
+            found[x] = DegreeBound(0, extent_in(x.attr[0], sizes).bit_length() if x.attr[0] else x.attr[1].bit_length(), 0, 0)
         elif name in ("add", "sub"):
             found[x] = of[0].plus(of[1])
         elif name in ("mul", "div"):
@@ -342,13 +344,15 @@ def _sizes(roots: Sequence[Term], sizes: Mapping[Axis, int]) -> dict[Term, Size]
         elif name in ("neg", "same"):
             found[x] = of[0]
         elif name in ("sum", "matmul", "matmul_by", "weighted", "total", "gathered"):
-            places = x.what if name == "total" else (-2,) if name == "gathered" else (-1,)
-            n = math.prod(extent_in(x.of[0].names[place], sizes) for place in places)
+            places = x.attr if name == "total" else (-2,) if name == "gathered" else (-1,)
+            n = math.prod(extent_in(x.args[0].axes[place], sizes) for place in places)
             found[x] = (of[0] if len(of) == 1 else of[0].times(of[1])).summed(n)
         elif name == "sum_of_parts":
-            found[x] = VARIABLE.summed(extent_in(x.of[0].names[-1], sizes))
+            found[x] = VARIABLE.summed(extent_in(x.args[0].axes[-1], sizes))
         elif name in ONE_OF:
-            found[x] = _greatest([y for y, term in zip(of, x.of) if not graph.is_index(term)] + [VARIABLE] * (name == "causal"))
+            found[x] = _greatest(
+                [y for y, term in zip(of, x.args) if not graph.is_index(term)] + [VARIABLE] * (name == "causal")
+            )
         else:  # max, max_of_parts, dropout, is_column
             found[x] = VARIABLE
     return found
@@ -358,9 +362,9 @@ def _comparisons(definition: Sequence[Term], rewritten: Sequence[Term], sizes: M
     """What two lists of terms are compared by at a point: the results, then the arguments of each random function and of exp;
     see the module."""
     size = _sizes([*definition, *rewritten], sizes)
-    arguments: dict[str, list[tuple[int, Size]]] = defaultdict(list)  # of each random function: (how many, of what Size)
+    arguments: dict[str, list[tuple[int, DegreeBound]]] = defaultdict(list)  # of each random function: (how many, of what Size)
     for x in walk(*definition, *rewritten):
-        of, count = [size[y] for y in x.of if not graph.is_index(y)], max(_elements(y.names, sizes) for y in (x, *x.of))
+        of, count = [size[y] for y in x.args if not graph.is_index(y)], max(_elements(y.axes, sizes) for y in (x, *x.args))
         if x.operation in ("max_of_parts", "sum_of_parts"):
             arguments["max"].append((count, of[0]))
         if x.operation == "sum_of_parts":  # of exp(x - the maximum of its part)
@@ -375,7 +379,7 @@ def _comparisons(definition: Sequence[Term], rewritten: Sequence[Term], sizes: M
     return tuple(one for one in found if one.pairs)
 
 
-def _compared(pairs: int, one: Size, other: Size) -> Comparisons:
+def _compared(pairs: int, one: DegreeBound, other: DegreeBound) -> Comparisons:
     difference = one.plus(other)
     return Comparisons(pairs, difference.up, difference.up_bits)
 

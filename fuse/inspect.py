@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
     name: str
     rows: int
-    turned: bool = False
+    transposed: bool = False
     dtype: str = "bfloat16"
     gradient: bool = False
 
@@ -51,7 +51,7 @@ class Case(NamedTuple):
         return getattr(operators, self.name).gradient if self.gradient else getattr(operators, self.name)
 
     def __str__(self):
-        said = f"{self.name}{', gradient,' * self.gradient} of {self.rows} rows{', (N, K)' * self.turned}"
+        said = f"{self.name}{', gradient,' * self.gradient} of {self.rows} rows{', (N, K)' * self.transposed}"
         return said + ", fp16" * (self.dtype == "float16")
 
 
@@ -99,9 +99,9 @@ def shapes(case: Case) -> tuple[Shape, ...]:
     for name in operator.names:
         extents = tuple(lengths.get(one, case.rows) for one in said[name].split(", ")) if name in said else ()
         weight = name in said and of_weights(said[name])
-        found.append(Shape(extents, held.get(name, case.dtype) if extents else "float32", case.turned and weight))
+        found.append(Shape(extents, held.get(name, case.dtype) if extents else "float32", case.transposed and weight))
     if case.gradient:
-        found += [Shape(x.extents, x.held_as(case.dtype)) for x in operator._trace(tuple(found)).roots]
+        found += [Shape(x.extents, x.stored_dtype(case.dtype)) for x in operator._trace(tuple(found)).roots]
     return tuple(found)
 
 

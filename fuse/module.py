@@ -18,14 +18,14 @@ import jinja2
 
 import ops
 import tiles
-from tiles.program import Recent
+from tiles.plan import Recent
 
 from .lines import WIDTH, assigned, broken, cut_at_commas, imports
 from .names import array, free_names, global_names, unused
 
 HOMES = {name: "tiles" for name in tiles.__all__} | {name: "ops" for name in ops.__all__}
 HOMES |= {"cuda": "numba", "float32": "numpy", "int32": "numpy", "repeated": "tiles.frameworks"}
-HOMES |= {"share_of": "attention.dropout"}
+HOMES |= {"drop_threshold": "attention.dropout"}
 HOMES |= {name: "ops.cluster_sum" for name in ("ClusterSum", "RowSums", "max_over_cluster", "sum_over_cluster")}
 MODULES = 1024  # that are kept
 KERNELS = Recent(MODULES)  # of modules, by their names and code
@@ -34,7 +34,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # of matrices that are multipl
 
 
 @dataclass
-class Text:
+class KernelText:
     """The lines of a kernel and of its launch. globals: assignments in the module. helpers: functions that the kernel calls.
     kernel: its body. before: lines of the launching function, ahead of the launch. counts: (name, expression) of what that
     function computes after them. launch: what follows the kernel in tiles.launch(kernel, ...). bounds: threads and blocks, for
@@ -57,11 +57,11 @@ class Text:
         parameters = [one for one, _ in self.arguments]
         return "\n".join([self.bounds, *self.globals, *self.helpers, *parameters, *self.kernel])
 
-    def with_names(self, put: Callable[[str], str]) -> Text:
+    def with_names(self, put: Callable[[str], str]) -> KernelText:
         """The same with other names. put: what becomes of each piece of code."""
         counts, arguments = ([(put(one), put(other)) for one, other in some] for some in (self.counts, self.arguments))
         code, helpers, kernel, before = ([*map(put, some)] for some in (self.globals, self.helpers, self.kernel, self.before))
-        return Text(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)
+        return KernelText(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def _templates() -> jinja2.Environment:
     return found
 
 
-def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
+def rendered(file: str, gaps: Mapping[str, Any]) -> KernelText:
     """The Text of a template. gaps: what fills its gaps by name, among them `arguments`, `bounds`, `launch`, and `before` or
     `counts`."""
     template = _templates().get_template(file)
@@ -84,10 +84,10 @@ def rendered(file: str, gaps: Mapping[str, Any]) -> Text:
         name: "".join(block(template.new_context(dict(gaps)))).rstrip().splitlines() for name, block in template.blocks.items()
     }
     of_launch = {name: gaps[name] for name in ("arguments", "before", "bounds", "counts", "launch") if name in gaps}
-    return Text(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
+    return KernelText(blocks["constants"], blocks["helpers"], blocks["kernel"], **of_launch)
 
 
-def rename_globals(name: str, kernels: Sequence[tuple[str, Text]]) -> list[tuple[str, Text]]:
+def rename_globals(name: str, kernels: Sequence[tuple[str, KernelText]]) -> list[tuple[str, KernelText]]:
     """The kernels of a module, (name, Text) of each, with new names for the globals and helpers of all but the last one. name:
     that of the function, with which the kernels' begin."""
     last = next((text for _, text in kernels[::-1] if text.kernel), None)
@@ -95,7 +95,7 @@ def rename_globals(name: str, kernels: Sequence[tuple[str, Text]]) -> list[tuple
     return [(kernel, text.with_names(functools.partial(_marked, marks=its))) for (kernel, text), its in zip(kernels, renamed)]
 
 
-def outline(kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str]) -> str:
+def outline(kernels: Sequence[tuple[str, KernelText]], parameters: Sequence[str], views: Sequence[str]) -> str:
     """All code of a module, as Python reads it, wherever its lines end."""
     bodies, launches = list[str](), [*views]
     for kernel, text in kernels:
@@ -112,7 +112,7 @@ def outline(kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], view
 
 
 def assemble(
-    title: str, name: str, kernels: Sequence[tuple[str, Text]], parameters: Sequence[str], views: Sequence[str] = ()
+    title: str, name: str, kernels: Sequence[tuple[str, KernelText]], parameters: Sequence[str], views: Sequence[str] = ()
 ) -> str:
     """The text of a module. title: its docstring. name: the name of what it computes. kernels: (name, Text) of each kernel, in
     the order of their launches. parameters: those of the module's `launch`; arrays that are written come last. views: lines
@@ -179,7 +179,7 @@ def _imports(text: str) -> list[str]:
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
-def _marks(label: str, text: Text) -> dict[str, str]:
+def _marks(label: str, text: KernelText) -> dict[str, str]:
     """{name: new name} for the globals and helpers of a kernel that is not the module's last one, so that no two kernels use
     one name."""
     every = global_names([*text.globals, *text.helpers])

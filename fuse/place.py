@@ -12,8 +12,8 @@ from .axes import Axis
 from .cost import Card
 from .functions import FP8, MAPS
 from .graph import walk
-from .templates.attention import Attention
-from .templates.attention_of_parts import AttentionOfParts
+from .templates.attention import AttentionCall
+from .templates.attention_of_parts import SplitKVAttention
 from .templates.column_sums import ColumnSums
 from .templates.deep_rows import DeepRows
 from .templates.few_columns import MOST_COLUMNS, FewColumns
@@ -49,7 +49,7 @@ APART = (
 
 
 @dataclass(frozen=True)
-class Way:
+class FusionPlan:
     """A way to compute terms. kernels: in an order in which each finds what it reads. seconds: what they take together, by the
     roofline."""
 
@@ -62,45 +62,47 @@ class Way:
 
 def why(roots: Sequence[Term], card: Card) -> str:
     """Why there is no way to compute these terms, in words: which operation no template computes."""
-    search = Search(card)
+    search = PlanSearch(card)
     if len({*roots}) < len(roots):
         return f"a result is there twice: {', '.join(map(repr, roots)):.200}"
-    if not card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
+    if not card.fp8 and any(x.stored_dtype("") == FP8 for x in walk(*roots)):
         return f"{card.name} converts nothing to or from fp8, which begins with sm_89"
     for x in walk(*roots):
         if x.ndim >= 2 and x.operation != "input" and not search.of((x,)):
-            shapes = ", ".join("float32 " * (y.operation == "input" and y.what[1] == "float32") + str(y.extents) for y in x.of)
+            shapes = ", ".join(
+                "float32 " * (y.operation == "input" and y.attr[1] == "float32") + str(y.extents) for y in x.args
+            )
             return f"no template computes {x.operation} of {shapes}: {x!r:.200}"
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
 
 
-def has_columns(way: Way, axes: Iterable[Axis]) -> bool:
+def has_columns(way: FusionPlan, axes: Iterable[Axis]) -> bool:
     """Do kernels read or write arrays with columns along one of these axes?"""
     of = [x for kernel in way.kernels for x in (*kernel.leaves, *kernel.roots) if x.ndim]
-    return any(x.names[-1] is not None and x.names[-1].root in axes for x in of)
+    return any(x.axes[-1] is not None and x.axes[-1].root in axes for x in of)
 
 
-def has_parts(way: Way) -> bool:
+def has_parts(way: FusionPlan) -> bool:
     """Is there an attention whose keys are cut into equal parts?"""
-    return any(isinstance(kernel, AttentionOfParts) for kernel in way.kernels)
+    return any(isinstance(kernel, SplitKVAttention) for kernel in way.kernels)
 
 
-class Search:
+class PlanSearch:
     """The search for ways on a card. It remembers the ways to each group of terms, because the forms of a function share most
     of their terms."""
 
     def __init__(self, card: Card):
-        self.card, self.known = card, dict[tuple[Term, ...], list[Way]]()
+        self.card, self.known = card, dict[tuple[Term, ...], list[FusionPlan]]()
         self.seconds = functools.cache(card.seconds)
 
-    def of(self, roots: tuple[Term, ...]) -> list[Way]:
+    def of(self, roots: tuple[Term, ...]) -> list[FusionPlan]:
         """The ways to compute these terms together, the cheapest first."""
         if roots not in self.known:
-            found: dict[tuple[str, ...], Way] = {}
+            found: dict[tuple[str, ...], FusionPlan] = {}
             if totals := [x for x in roots if is_total_of_rows(x)]:
                 last = ColumnSums(totals, self.card.processors)
                 before = self.of((*(x for x in roots if x not in totals), *last.leaves))
-                self.known[roots] = [Way((*way.kernels, last), way.seconds + self.seconds(last)) for way in before]
+                self.known[roots] = [FusionPlan((*way.kernels, last), way.seconds + self.seconds(last)) for way in before]
                 return self.known[roots]
             kernels = self._kernels(roots)
             for way in itertools.chain.from_iterable(map(self._with, kernels)):
@@ -112,17 +114,17 @@ class Search:
             self.known[roots] = sorted(found.values(), key=lambda way: way.seconds)[:MOST]
         return self.known[roots]
 
-    def _one_by_one(self, roots: tuple[Term, ...]) -> list[Way]:
+    def _one_by_one(self, roots: tuple[Term, ...]) -> list[FusionPlan]:
         """The ways to compute several roots in which each root has kernels of its own; or those with one row map for all that
         are maps of the same rows."""
         found, most = [], 2 if len(roots) < SEVERAL else 1
         for groups in [tuple((x,) for x in roots), *(one for one in _of_same_rows(roots) if one != (roots,))]:
             for parts in itertools.product(*[self.of(one)[:most] for one in groups]):
                 kernels = _without_parts(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
-                found.append(Way(kernels, sum(map(self.seconds, kernels))))
+                found.append(FusionPlan(kernels, sum(map(self.seconds, kernels))))
         return found
 
-    def _with(self, kernel: Any) -> list[Way]:
+    def _with(self, kernel: Any) -> list[FusionPlan]:
         """The ways that end with this kernel: those to compute what it reads, followed by it."""
         wanted = [x for x in map(viewed, kernel.leaves) if x.operation != "input"]
         found = []
@@ -130,13 +132,13 @@ class Search:
             for parts in itertools.product(*[self.of(one)[:2] for one in needed]):
                 before = tuple(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
                 seconds = sum(map(self.seconds, (*before, kernel)))
-                found.append(Way((*before, kernel), seconds))
+                found.append(FusionPlan((*before, kernel), seconds))
         return found
 
     def _kernels(self, roots: tuple[Term, ...]) -> list[Any]:
         """The kernels, of all templates, that compute these roots."""
         found: list[Any] = []
-        if not self.card.fp8 and any(x.held_as("") == FP8 for x in walk(*roots)):
+        if not self.card.fp8 and any(x.stored_dtype("") == FP8 for x in walk(*roots)):
             return found
         leaves = leaves_of_rows(roots)
         if not any(x.operation == "spread" for x in leaves):  # which does not lie in memory
@@ -144,24 +146,24 @@ class Search:
             found.extend(filter(None, [template.matches(roots, leaves, clusters) for template in (RowMap, DeepRows)]))
         if roots[0].operation in PARTS:
             parts: Any = ManyRows if self.card.wgmma else SinceAmpere
-            found.extend(parts.folding(roots, self.card.processors))
+            found.extend(parts.softmax_kernels_for(roots, self.card.processors))
         if _share(roots) and self.card.wgmma:
             for template in (FewRows, ManyRows):
-                found.extend(template.beside_each_other(roots, self.card.processors))
+                found.extend(template.adjacent_kernels_for(roots, self.card.processors))
         if self.card.wgmma and roots[0].operation not in PARTS:
             found.extend(ManyRows.together(roots, self.card.processors))
         if len(roots) == 1:
-            parted = AttentionOfParts.of_parts(roots[0], self.card.processors)
-            found.extend([*parted] or Attention.serving(roots[0]))
-            found.extend(Halves.serving(roots[0], self.card.wgmma))
+            parted = SplitKVAttention.of_parts(roots[0], self.card.processors)
+            found.extend([*parted] or AttentionCall.kernels_for(roots[0]))
+            found.extend(Halves.kernels_for(roots[0], self.card.wgmma))
         if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return found
         if not self.card.wgmma:
-            found.extend(SinceAmpere.serving(roots[0]))
+            found.extend(SinceAmpere.kernels_for(roots[0]))
         else:
             many = FewColumns if roots[0].ndim == 2 and roots[0].extents[-1] <= MOST_COLUMNS else ManyRows
             for template in (FewRows, many):
-                found.extend(template.serving(roots[0], self.card.processors))
+                found.extend(template.kernels_for(roots[0], self.card.processors))
         return found
 
 
@@ -180,7 +182,7 @@ def _without_parts(kernels: Iterable[Any]) -> tuple[Any, ...]:
 
 def _share(roots: Sequence[Term]) -> bool:
     """Are these several products, all with the same left factor?"""
-    products = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is roots[0].of[0] for x in roots)
+    products = all(x.operation == "matmul" and x.ndim == 2 and x.args[0] is roots[0].args[0] for x in roots)
     return len(roots) > 1 and products
 
 
@@ -190,7 +192,7 @@ def _together(needed: Sequence[Term]) -> tuple[tuple[Term, ...], ...]:
     found: dict[Any, list[Term]] = {}
     for x in needed:
         shared = x.operation in PARTS or (x.operation == "matmul" and x.ndim == 2)
-        found.setdefault((x.operation == "matmul", x.of[0]) if shared else x, []).append(x)
+        found.setdefault((x.operation == "matmul", x.args[0]) if shared else x, []).append(x)
     return tuple([tuple(sorted(parts, key=lambda x: x.operation)) for parts in found.values()])
 
 
@@ -199,8 +201,8 @@ def _of_same_rows(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]]:
     groups: dict[Any, list[Term]] = {}
     for x in needed:
         if x.ndim == 2 and (x.operation in MAPS or x.operation in ("sum", "max", "gathered")):
-            like = x.of[0] if x.operation == "gathered" else x
-            groups.setdefault(tuple([name and name.root for name in like.names]), []).append(x)
+            like = x.args[0] if x.operation == "gathered" else x
+            groups.setdefault(tuple([name and name.root for name in like.axes]), []).append(x)
     rows = [tuple(some) for some in groups.values() if len(some) > 1 and RowMap.matches(some, leaves_of_rows(some))]
     inside = {x for some in rows for x in some}
     rest = _together([x for x in needed if x not in inside])
@@ -209,9 +211,9 @@ def _of_same_rows(needed: Sequence[Term]) -> list[tuple[tuple[Term, ...], ...]]:
 
 def is_total_of_rows(x: Term) -> bool:
     """Is the term a sum over all rows that a row map can gather as the rows go by?"""
-    if x.operation != "total" or x.what != (-2,) or x.ndim != 2:
+    if x.operation != "total" or x.attr != (-2,) or x.ndim != 2:
         return False
-    (inner,) = x.of
+    (inner,) = x.args
     leaves = [inner] if inner.operation in (*APART, "input") else leaves_of_rows([inner])
     rows = RowMap.matches([inner], leaves)
     return rows is not None and rows.gathers
@@ -228,5 +230,5 @@ def leaves_of_rows(roots: Sequence[Term]) -> list[Term]:
         if (x.operation in APART or x.operation == "input") and x not in roots:
             found.append(x)
         else:
-            stack.extend(reversed(x.of))
+            stack.extend(reversed(x.args))
     return found

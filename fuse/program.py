@@ -12,22 +12,23 @@ from typing import Any
 
 from tiles.arrays import Operand
 from tiles.checks import Check, asked
-from tiles.program import Plan, Program
-from tiles.recording import Recorded, recorded
+from tiles.plan import Plan
+from tiles.program import Program
+from tiles.recording import RecordedStep, recorded
 from tiles.schema import Schema
 from tiles.torch_op import token
 
 from . import graph, module, terms
-from .axes import extent_from
-from .candidates import Chosen
-from .classes import extents_at, known_extents, lengths
+from .axes import derive_extent
+from .candidates import GeneratedModule
+from .classes import axis_roles, extents_at, known_extents
 from .definition import Definition, NoKernel
-from .early import Early, memory_of
+from .early import EarlyLaunch, memory_of
 from .functions import CASTS, FP8, MAPS
 from .given import index_values
 from .names import array, unused
 from .terms import Term
-from .trace import Shape, Traced
+from .trace import Shape, TracedDefinition
 
 FLOATS = ("bfloat16", "float16", "float32")
 HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # a dtype, as a schema calls it (tiles/schema.py)
@@ -37,10 +38,10 @@ class FusedProgram(Program):
     """The program of a definition. results: how many it has. single: does it return one, not a tuple of one? dtypes: those that
     results have whatever the arguments have, "" where they follow the first argument."""
 
-    def __init__(self, schema: Schema, planner: Callable[..., Plan], found: Traced, gradient: Callable):
+    def __init__(self, schema: Schema, planner: Callable[..., Plan], found: TracedDefinition, gradient: Callable):
         super().__init__(schema, planner, gradient)
         self.results, self.single = len(found.roots), found.single
-        self.dtypes = [x.held_as("") for x in found.roots]
+        self.dtypes = [x.stored_dtype("") for x in found.roots]
 
 
 def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callable[..., Callable]) -> FusedProgram:
@@ -57,7 +58,7 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
 
     def planner(problem, *values):
         extents = iter([problem[name].form.shape for name in arrays])
-        exact = tuple([s._replace(extents=next(extents)[:: -1 if s.turned else 1]) if s.extents else s for s in shapes])
+        exact = tuple([s._replace(extents=next(extents)[:: -1 if s.transposed else 1]) if s.extents else s for s in shapes])
         plan = planned(function, problem, exact, dict(zip(numbers, values)))
         if beyond:
             raise NoKernel(f"{function.name}: a result must have axes of the arguments: {beyond[0]!r:.200}")
@@ -71,27 +72,27 @@ def program_of(function: Definition, shapes: tuple[Shape, ...], gradient: Callab
 
 
 # ---- the schema ------------------------------------------------------------------------------------------------------
-def schema_of(name: str, found: Traced, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
+def schema_of(name: str, found: TracedDefinition, arrays: Mapping[str, Shape]) -> tuple[Schema, list[Term]]:
     """(the schema of the arguments that are arrays, and of the results; the results with an axis of which no extent is known).
     A result has axes of the arguments and of length 1, and such as follow from these: see axes.extent_from."""
     inputs = dict(found.inputs)
     letters = graph.axes(*[inputs[name] for name in arrays], *found.roots)
     given, made = letters[: len(arrays)], letters[len(arrays) :]
-    known = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].names, its) if axis}
+    known = {axis.root: one for name, its in zip(arrays, given) for axis, one in zip(inputs[name].axes, its) if axis}
     extents: dict[str, Any] = dict.fromkeys({*"".join(made)} - {*known.values()}, 1)
     beyond = dict[Term, None]()
     for x, its in zip(found.roots, made):
-        for axis, one in zip(x.names, its):
+        for axis, one in zip(x.axes, its):
             if axis is not None and axis.root not in known:
-                extent = extent_from(axis, known, found.space.splits)
+                extent = derive_extent(axis, known, found.table.splits)
                 extents |= {one: extent} if extent else {}
                 beyond |= {} if extent else {x: None}
-    hows = dict(zip(inputs, lengths(found)))
-    vary = [one for name, its in zip(arrays, given) for one, how in zip(its, hows[name]) if how]
+    roles = dict(zip(inputs, axis_roles(found)))
+    vary = [one for name, its in zip(arrays, given) for one, role in zip(its, roles[name]) if role]
     return Schema(name, "\n".join(_schema_rows(found, arrays, given, made)), vary, **extents), [*beyond]
 
 
-def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str], made: Sequence[str]) -> list[str]:
+def _schema_rows(found: TracedDefinition, arrays: Mapping[str, Shape], given: Sequence[str], made: Sequence[str]) -> list[str]:
     """A row for each argument and each result: its name, its axes, what it holds. The first argument decides what results hold
     that are no casts."""
     first, *others = [s.dtype for s in arrays.values()]
@@ -100,7 +101,7 @@ def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str
     holds = [like_first, *(named.get(dtype, "real") for dtype in others)]
     rows = [f"{name} {axes} {its}" for name, axes, its in zip(arrays, given, holds)]
     for name, axes, x in zip(found.outs, made, found.roots):
-        rows.append(f"{name} {axes} {HOLDS[x.held_as('')] if x.operation in CASTS else like_first} made")
+        rows.append(f"{name} {axes} {HOLDS[x.stored_dtype('')] if x.operation in CASTS else like_first} made")
     return rows
 
 
@@ -108,13 +109,13 @@ def _schema_rows(found: Traced, arrays: Mapping[str, Shape], given: Sequence[str
 def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbers: Mapping[str, float]) -> Plan:
     """The launches of the best way, for this problem. shapes: of all arguments. numbers: those that are no arrays, by name.
     NoKernel: no kernel serves these arrays."""
-    best = function.way(shapes, problem.device)
+    best = function.best_plan(shapes, problem.device)
     found, known = best.found, known_extents(best.found, shapes)
     made = best.module(known)
     refuse_unaligned(function, problem, made)
     operands: list[Any] = [problem[name] if s.extents else numbers[name] for name, s in zip(function.names, shapes)]
     operands += [problem[name] for name in made.outs]
-    scratch = [(extents_at(x, known), x.held_as(problem.dtype)) for x in made.scratch]
+    scratch = [(extents_at(x, known), x.stored_dtype(problem.dtype)) for x in made.scratch]
     operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
     places = len(problem.schema.places) + len(scratch)
     try:
@@ -129,45 +130,45 @@ def planned(function: Definition, problem: Any, shapes: tuple[Shape, ...], numbe
     return Plan([*checks, *steps], [*scratch, *more])
 
 
-def index_checks(found: Traced, problem: Any) -> list[Check]:
+def index_checks(found: TracedDefinition, problem: Any) -> list[Check]:
     """The step that refuses an index which chooses what is not there; none if no argument is an index."""
     places = problem.schema.places
-    among = chosen_among(found)
+    among = index_bounds(found)
     rows = [(name, places[name], problem[name].form, index_values(name, n)) for name, n in among.items()]
     return [Check(rows, {})] if rows else []
 
 
-def chosen_among(found: Traced) -> dict[str, int]:
+def index_bounds(found: TracedDefinition) -> dict[str, int]:
     """The arguments that are indices, by name, and how many things each chooses among."""
-    return {x.what[0]: among for x, (_, among) in graph.indices(found.roots).items()}
+    return {x.attr[0]: among for x, (_, among) in graph.indices(found.roots).items()}
 
 
-def _early(step: Recorded, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
+def _early(step: RecordedStep, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
     """The launch of a kernel, as a step that begins before the launch ahead of it has ended, if the kernel is one that may.
     early: see Chosen."""
     if early is None:
         return step
-    return Early(step, *[[memory_of(operands[place]) for place in some] for some in early])
+    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in some] for some in early])
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-def refuse_dtypes(found: Traced, arrays: Mapping[str, Shape]) -> None:
+def refuse_dtypes(found: TracedDefinition, arrays: Mapping[str, Shape]) -> None:
     """TypeError: an argument has a dtype that kernels do not compute with. The first must be of FLOATS. Others may be of fp8,
     and of integers where they are an index or dropout's seed, and nothing else is computed from them."""
     inputs, every = dict(found.inputs), [*graph.walk(*found.roots)]
-    integers = {x.of[2] for x in every if x.operation == "dropout"} | {*graph.indices(found.roots)}
-    integers -= {y for x in every if x.operation in MAPS for y in x.of}
+    integers = {x.args[2] for x in every if x.operation == "dropout"} | {*graph.indices(found.roots)}
+    integers -= {y for x in every if x.operation in MAPS for y in x.args}
     first = next(iter(arrays))
     for name, s in arrays.items():
         if s.dtype not in FLOATS and (name == first or not (s.dtype == FP8 or inputs[name] in integers)):
             raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
 
 
-def refuse_unaligned(function: Definition, problem: Any, made: Chosen) -> None:
+def refuse_unaligned(function: Definition, problem: Any, made: GeneratedModule) -> None:
     """NoKernel: cp.async would have to copy 16 bytes from an address, or with a stride, that is no multiple of 16."""
     for x in (x for kernel in made.kernels for x in getattr(kernel, "copied", ())):
         row = x.nbytes // math.prod(x.extents[:-1])
-        pieces = problem.bytes_at_once(x.what[0]) if x.operation == "input" else row & 15 or 16
+        pieces = problem.bytes_at_once(x.attr[0]) if x.operation == "input" else row & 15 or 16
         if pieces < 16:
-            name = x.what[0] if x.operation == "input" else repr(x)
+            name = x.attr[0] if x.operation == "input" else repr(x)
             raise NoKernel(f"{function.name}: {name} must have an address and strides of multiples of 16 bytes, has {pieces}")

@@ -31,7 +31,7 @@ class Rule(NamedTuple):
     loses: str = ""
 
 
-class Form(NamedTuple):
+class EquivalentForm(NamedTuple):
     """Terms that are equal to those that were asked for, and the rules that led to them."""
 
     roots: tuple[Term, ...]
@@ -42,9 +42,9 @@ class Form(NamedTuple):
 def factors(x: Term) -> list[tuple[str, Term]]:
     """The factors of a term and its divisors: a list of ("mul" or "div", term)."""
     if x.operation == "mul":
-        return [*factors(x.of[0]), *factors(x.of[1])]
+        return [*factors(x.args[0]), *factors(x.args[1])]
     if x.operation == "div":
-        return [*factors(x.of[0]), ("div", x.of[1])]
+        return [*factors(x.args[0]), ("div", x.args[1])]
     return [("mul", x)]
 
 
@@ -61,15 +61,15 @@ def product(parts: Sequence[tuple[str, Term]]) -> Term | None:
 
 def is_scale(x: Term) -> bool:
     """Is the term one number for each row, or one number for all?"""
-    return not x.names or x.names[-1] is None
+    return not x.axes or x.axes[-1] is None
 
 
 def _row_scales(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
-        parts = factors(x.of[0])
+        parts = factors(x.args[0])
         scales, rest = [one for one in parts if is_scale(one[1])], product([one for one in parts if not is_scale(one[1])])
         if scales and rest is not None and rest.ndim >= 2:
-            found = terms.matmul(rest, x.of[1])
+            found = terms.matmul(rest, x.args[1])
             for how, scale in scales:
                 found = terms.apply(how, found, scale)
             yield found
@@ -77,10 +77,10 @@ def _row_scales(x: Term) -> Iterator[Term]:
 
 def _number_of_weights(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
-        parts = factors(x.of[1])
-        numbers, rest = [one for one in parts if not any(one[1].names)], product([one for one in parts if any(one[1].names)])
+        parts = factors(x.args[1])
+        numbers, rest = [one for one in parts if not any(one[1].axes)], product([one for one in parts if any(one[1].axes)])
         if numbers and rest is not None:
-            found = terms.matmul(x.of[0], rest)
+            found = terms.matmul(x.args[0], rest)
             for how, scale in numbers:
                 found = terms.apply(how, found, scale)
             yield found
@@ -88,22 +88,22 @@ def _number_of_weights(x: Term) -> Iterator[Term]:
 
 def _scales_of_weights(x: Term) -> Iterator[Term]:
     """A scale of the weights' columns is applied after the product, and one along k to the other factor."""
-    if x.operation != "matmul" or x.of[1].ndim != 2:
+    if x.operation != "matmul" or x.args[1].ndim != 2:
         return
-    a, w = x.of
-    turned, behind, ahead, rest = w.operation == "transpose", list[tuple[str, Term]](), list[tuple[str, Term]](), []
-    for how, one in factors(w.of[0] if turned else w):
-        of_rows, of_columns = one.ndim == 2 and one.names[0] is not None, one.ndim > 0 and one.names[-1] is not None
+    a, w = x.args
+    transposed, behind, ahead, rest = w.operation == "transpose", list[tuple[str, Term]](), list[tuple[str, Term]](), []
+    for how, one in factors(w.args[0] if transposed else w):
+        of_rows, of_columns = one.ndim == 2 and one.axes[0] is not None, one.ndim > 0 and one.axes[-1] is not None
         if of_rows == of_columns or (of_rows and one.operation != "input"):
             rest.append((how, one))
         else:
-            (behind if of_rows == turned else ahead).append((how, terms.flat(one) if of_rows else one))
+            (behind if of_rows == transposed else ahead).append((how, terms.flat(one) if of_rows else one))
     weight = product(rest)
     if weight is None or weight.ndim != 2 or not (behind or ahead):
         return
     for how, scale in ahead:
         a = terms.apply(how, a, scale)
-    found = terms.matmul(a, terms.transpose(weight) if turned else weight)
+    found = terms.matmul(a, terms.transpose(weight) if transposed else weight)
     for how, scale in behind:
         found = terms.apply(how, found, scale)
     yield found
@@ -112,39 +112,39 @@ def _scales_of_weights(x: Term) -> Iterator[Term]:
 def _widened(x: Term) -> Iterator[Term]:
     """Weights of fp8 as 16 bits, for the templates that cannot multiply by fp8."""
     if x.operation == "matmul":
-        a, w = x.of
-        if w.held_as("") == FP8:
+        a, w = x.args
+        if w.stored_dtype("") == FP8:
             yield terms.matmul(a, terms.apply("widened", w))
-        elif w.operation == "transpose" and w.of[0].held_as("") == FP8:
-            yield terms.matmul(a, terms.transpose(terms.apply("widened", w.of[0])))
+        elif w.operation == "transpose" and w.args[0].stored_dtype("") == FP8:
+            yield terms.matmul(a, terms.transpose(terms.apply("widened", w.args[0])))
 
 
 def _associate(x: Term) -> Iterator[Term]:
     if x.operation == "matmul":
-        a, b = x.of
+        a, b = x.args
         if a.operation == "matmul":
-            yield terms.matmul(a.of[0], terms.matmul(a.of[1], b))
+            yield terms.matmul(a.args[0], terms.matmul(a.args[1], b))
         if b.operation == "matmul":
-            yield terms.matmul(terms.matmul(a, b.of[0]), b.of[1])
+            yield terms.matmul(terms.matmul(a, b.args[0]), b.args[1])
 
 
 def _into_narrow(x: Term) -> Iterator[Term]:
     if x.operation == "mul":
-        for scale, product in (x.of, x.of[::-1]):
-            left = product.of[0] if product.operation == "matmul" and not scale.names else None
+        for scale, product in (x.args, x.args[::-1]):
+            left = product.args[0] if product.operation == "matmul" and not scale.axes else None
             if left is not None and (left.extents[1] <= NARROW or left.operation == "among"):
-                yield terms.matmul(left * scale, product.of[1])
+                yield terms.matmul(left * scale, product.args[1])
 
 
 def _transposed(x: Term) -> Iterator[Term]:
-    if x.operation == "transpose" and x.of[0].operation == "matmul":
-        a, b = x.of[0].of
+    if x.operation == "transpose" and x.args[0].operation == "matmul":
+        a, b = x.args[0].args
         yield terms.matmul(terms.transpose(b), terms.transpose(a))
 
 
 def _one_product(x: Term) -> Iterator[Term]:
-    if x.operation in ("add", "sub") and all(y.operation == "matmul" for y in x.of):
-        (a, v), (b, w) = (y.of for y in x.of)
+    if x.operation in ("add", "sub") and all(y.operation == "matmul" for y in x.args):
+        (a, v), (b, w) = (y.args for y in x.args)
         if v is w:
             yield terms.matmul(terms.apply(x.operation, a, b), v)
         if a is b:
@@ -152,9 +152,9 @@ def _one_product(x: Term) -> Iterator[Term]:
 
 
 def _stacked(x: Term) -> Iterator[Term]:
-    if x.operation == "matmul" and x.of[0].ndim == 2 and x.of[1].operation == "transpose":
-        a, w = x.of[0], x.of[1].of[0]
-        if w.operation == "input" and w.ndim == 3 and all(w.names):
+    if x.operation == "matmul" and x.args[0].ndim == 2 and x.args[1].operation == "transpose":
+        a, w = x.args[0], x.args[1].args[0]
+        if w.operation == "input" and w.ndim == 3 and all(w.axes):
             yield terms.heads(terms.matmul(a, terms.transpose(terms.stacked(w))), w)
 
 
@@ -162,33 +162,33 @@ def _side_by_side(x: Term) -> Term | None:
     """A term (e, m, n), if it is a map of products of one left factor with stacks of matrices, as (m, e n): the products side
     by side. None if it is something else."""
     if x.operation in MAPS:
-        of = [y if not y.names else _side_by_side(y) for y in x.of]
+        of = [y if not y.axes else _side_by_side(y) for y in x.args]
         return None if any(y is None for y in of) else terms.apply(x.operation, *of)
-    if x.operation != "matmul" or x.of[0].ndim != 2 or x.of[1].operation != "transpose":
+    if x.operation != "matmul" or x.args[0].ndim != 2 or x.args[1].operation != "transpose":
         return None
-    w = x.of[1].of[0]
-    stack = w.operation == "input" and w.ndim == 3 and all(w.names)
-    return terms.matmul(x.of[0], terms.transpose(terms.stacked(w))) if stack else None
+    w = x.args[1].args[0]
+    stack = w.operation == "input" and w.ndim == 3 and all(w.axes)
+    return terms.matmul(x.args[0], terms.transpose(terms.stacked(w))) if stack else None
 
 
 def _experts(x: Term) -> Iterator[Term]:
-    if x.operation == "weighted" and x.of[1].operation == "matmul":
-        p, (h, w) = x.of[0], x.of[1].of
-        hidden = _side_by_side(h) if w.operation == "input" and w.ndim == 3 and all(w.names) else None
+    if x.operation == "weighted" and x.args[1].operation == "matmul":
+        p, (h, w) = x.args[0], x.args[1].args
+        hidden = _side_by_side(h) if w.operation == "input" and w.ndim == 3 and all(w.axes) else None
         if hidden is not None:
             yield terms.matmul(hidden * terms.spread(p, w), terms.stacked(w))
 
 
 def _by_index(x: Term) -> Iterator[Term]:
     if x.operation == "matmul_by":
-        _, b, index = x.of
-        parts = factors(x.of[0])
-        inner = [one for how, one in parts if how == "mul" and one.operation == "matmul_by" and one.of[2] is index]
+        _, b, index = x.args
+        parts = factors(x.args[0])
+        inner = [one for how, one in parts if how == "mul" and one.operation == "matmul_by" and one.args[2] is index]
         if len(inner) != 1 or not all(one is inner[0] or is_scale(one) for _, one in parts) or b.operation != "input":
             return
-        y, a, _ = inner[0].of
-        if a.operation == "transpose" and a.of[0].operation == "input" and b.names[1]:
-            low = terms.matmul(y, terms.transpose(terms.stacked(a.of[0])))
+        y, a, _ = inner[0].args
+        if a.operation == "transpose" and a.args[0].operation == "input" and b.axes[1]:
+            low = terms.matmul(y, terms.transpose(terms.stacked(a.args[0])))
             scaled = product([(how, low if one is inner[0] else one) for how, one in parts])
             assert scaled is not None
             yield terms.matmul(terms.among(scaled, index, b), terms.stacked(b))
@@ -196,31 +196,31 @@ def _by_index(x: Term) -> Iterator[Term]:
 
 def _has_product(x: Term) -> bool:
     """Is the term a map, element by element, of a product of matrices?"""
-    below = x.of if x.operation in MAPS else ()
+    below = x.args if x.operation in MAPS else ()
     return graph.is_tile(x) and x.ndim == 2 and (x.operation == "matmul" or any(map(_has_product, below)))
 
 
 def _max_of_parts(x: Term) -> Iterator[Term]:
-    if x.operation == "max" and _has_product(x.of[0]):
-        yield terms.reduce("max", terms.of_parts("max_of_parts", x.of[0]))
+    if x.operation == "max" and _has_product(x.args[0]):
+        yield terms.reduce("max", terms.of_parts("max_of_parts", x.args[0]))
 
 
 def _exponentials(x: Term) -> Iterator[Term]:
-    if x.operation == "sum" and x.of[0].operation == "exp" and x.of[0].of[0].operation == "sub":
-        scores, shift = x.of[0].of[0].of
+    if x.operation == "sum" and x.args[0].operation == "exp" and x.args[0].args[0].operation == "sub":
+        scores, shift = x.args[0].args[0].args
         if _has_product(scores) and is_scale(shift):
             sums, maxima = (terms.of_parts(name, scores) for name in ("sum_of_parts", "max_of_parts"))
             yield terms.reduce("sum", sums * terms.apply("exp", maxima - shift))
 
 
 def _pick_of_parts(x: Term) -> Iterator[Term]:
-    if x.operation == "pick" and _has_product(x.of[0]):
-        yield terms.reduce("sum", terms.of_parts("pick_of_parts", *x.of))
+    if x.operation == "pick" and _has_product(x.args[0]):
+        yield terms.reduce("sum", terms.of_parts("pick_of_parts", *x.args))
 
 
 def _pick_is_a_sum(x: Term) -> Iterator[Term]:
-    if x.operation == "pick" and x.of[0].ndim == 2 and not _has_product(x.of[0]):
-        yield terms.reduce("sum", terms.apply("where", terms.is_column(*x.of), x.of[0], 0.0))
+    if x.operation == "pick" and x.args[0].ndim == 2 and not _has_product(x.args[0]):
+        yield terms.reduce("sum", terms.apply("where", terms.is_column(*x.args), x.args[0], 0.0))
 
 
 RULES = (
@@ -253,12 +253,12 @@ RULES = (
 
 
 # ---- all that they find ----------------------------------------------------------------------------------------------
-def equal(roots: Sequence[Term], space: terms.Space, rules: Sequence[Rule] = RULES) -> list[Form]:
-    """The forms of these terms that the rules lead to, the terms themselves first, MOST at most. space: the Space that the
+def equal(roots: Sequence[Term], table: terms.TermTable, rules: Sequence[Rule] = RULES) -> list[EquivalentForm]:
+    """The forms of these terms that the rules lead to, the terms themselves first, MOST at most. table: the Space that the
     terms were made in."""
-    terms.SPACES.append(space)
+    terms.TABLES.append(table)
     try:
-        first = Form(tuple(roots), ())
+        first = EquivalentForm(tuple(roots), ())
         known = {first.roots: first}
         waiting = [first]
         while waiting and len(known) < MOST:
@@ -266,11 +266,11 @@ def equal(roots: Sequence[Term], space: terms.Space, rules: Sequence[Rule] = RUL
             for rule, old, new in _steps(form.roots, rules):
                 found = tuple(_replaced(x, old, new) for x in form.roots)
                 if found not in known and len(known) < MOST:
-                    known[found] = Form(found, (*form.rules, *([] if rule in form.rules else [rule])))
+                    known[found] = EquivalentForm(found, (*form.rules, *([] if rule in form.rules else [rule])))
                     waiting.append(known[found])
         return list(known.values())
     finally:
-        terms.SPACES.pop()
+        terms.TABLES.pop()
 
 
 def _steps(roots: Sequence[Term], rules: Sequence[Rule]) -> Iterator[tuple[Rule, Term, Term]]:
@@ -286,6 +286,6 @@ def _replaced(root: Term, old: Term, new: Term) -> Term:
     made = {old: new}
     for x in walk(root):
         if x not in made:
-            of = [made[y] for y in x.of]
-            made[x] = x if all(a is b for a, b in zip(of, x.of)) else graph.rebuilt(x, of)
+            of = [made[y] for y in x.args]
+            made[x] = x if all(a is b for a, b in zip(of, x.args)) else graph.rebuilt(x, of)
     return made[root]

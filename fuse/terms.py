@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from .axes import PART, Axis, halved, same
+from .axes import PART, Axis, half_of, unify
 from .functions import CASTS, FP8, MAPS
 
 SEED = "int64"  # the dtype of what draws follow from
@@ -44,8 +44,8 @@ PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see of_parts
 class Term:
     """An operation on terms: see the module. The functions below and operators make them.
 
-    operation: a name in the module's table. of: the terms that it is of. extents: one for each axis. names: the Axis of each,
-    None for an axis of length 1. what: what else tells it from other terms,
+    operation: a name in the module's table. args: the terms that it is of. extents: one for each axis. axes: the Axis of each,
+    None for an axis of length 1. attr: what else tells it from other terms,
 
         input                 its name and its dtype
         number                its value
@@ -55,18 +55,18 @@ class Term:
         total                 the axes that are summed over
         gathered, attended    how many sums are gathered, how many parts are attended to"""
 
-    __slots__ = ("extents", "names", "of", "operation", "what")
+    __slots__ = ("args", "attr", "axes", "extents", "operation")
     __array_ufunc__ = None  # NumPy's arrays and scalars leave operators to us
 
     def __init__(
-        self, operation: str, of: tuple[Term, ...], what: Any, extents: tuple[int, ...], names: tuple[Axis | None, ...]
+        self, operation: str, args: tuple[Term, ...], attr: Any, extents: tuple[int, ...], axes: tuple[Axis | None, ...]
     ):
-        self.operation, self.of, self.what, self.extents, self.names = operation, of, what, extents, names
+        self.operation, self.args, self.attr, self.extents, self.axes = operation, args, attr, extents, axes
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The extents. A definition that reads one is traced for this length alone, and means what it says."""
-        return Extents(self.extents, self.names)
+        return Extents(self.extents, self.axes)
 
     @property
     def ndim(self) -> int:
@@ -77,12 +77,12 @@ class Term:
     def nbytes(self) -> int:
         """The size of the term in memory, if it is an argument or kept between kernels; an element has 16 bits unless its
         dtype is known."""
-        return math.prod(self.extents) * SIZES.get(self.held_as("bfloat16"), 4)
+        return math.prod(self.extents) * SIZES.get(self.stored_dtype("bfloat16"), 4)
 
-    def held_as(self, otherwise: str) -> str:
+    def stored_dtype(self, otherwise: str) -> str:
         """The name of the dtype that the term has in memory, `otherwise` if it is neither an argument nor a cast."""
         if self.operation == "input":
-            return self.what[1]
+            return self.attr[1]
         if self.operation in PARTS or self.operation in ("gathered", "attended"):
             return "float32"
         return CASTS[self.operation].np.name if self.operation in CASTS else otherwise
@@ -180,20 +180,20 @@ class Term:
 class Extents(tuple):
     """The extents of a term, as a definition reads them. The axes whose extents were read are noted, in Space.asked."""
 
-    names: tuple[Axis | None, ...]
+    axes: tuple[Axis | None, ...]
 
-    def __new__(cls, extents: tuple[int, ...], names: tuple[Axis | None, ...]) -> Extents:
+    def __new__(cls, extents: tuple[int, ...], axes: tuple[Axis | None, ...]) -> Extents:
         found = super().__new__(cls, extents)
-        found.names = names
+        found.axes = axes
         return found
 
     def __getitem__(self, place: Any) -> Any:
-        some = self.names[place]
-        SPACES[-1].asked.update(some if isinstance(place, slice) else [some])
+        some = self.axes[place]
+        TABLES[-1].asked.update(some if isinstance(place, slice) else [some])
         return super().__getitem__(place)
 
     def __iter__(self):
-        SPACES[-1].asked.update(self.names)
+        TABLES[-1].asked.update(self.axes)
         return super().__iter__()
 
 
@@ -207,7 +207,7 @@ for _name in "__add__ __contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ _
 
 
 # ---- making them -----------------------------------------------------------------------------------------------------
-class Space:
+class TermTable:
     """The terms of one definition. Equal terms are one object here. loose: the extents say nothing, and are not compared.
     dtype: that of the first array, which results have, and what is kept between kernels. asked: the axes whose extents the
     definition reads.
@@ -227,13 +227,13 @@ class Space:
         self.splits: list[tuple[Axis, Axis, Axis]] = []  # columns, as heads and columns of each
         self.chosen: dict[Term, Term] = {}  # by an index: a stack of matrices
 
-    def term(self, operation: str, of: Sequence[Term], what: Any, extents: tuple[int, ...], names: tuple) -> Term:
+    def term(self, operation: str, args: Sequence[Term], attr: Any, extents: tuple[int, ...], axes: tuple) -> Term:
         """The one term with this operation on these operands."""
         if self.code is not None:
             self._hold_frame()
-        key = operation, tuple(map(id, of)), what, type(what)
+        key = operation, tuple(map(id, args)), attr, type(attr)
         if key not in self.terms:
-            self.terms[key] = Term(operation, tuple(of), what, extents, names)
+            self.terms[key] = Term(operation, tuple(args), attr, extents, axes)
         return self.terms[key]
 
     def _hold_frame(self) -> None:
@@ -245,19 +245,19 @@ class Space:
             self.frames.append(frame)
 
 
-SPACES: list[Space] = [Space()]  # the last one is where terms are made
+TABLES: list[TermTable] = [TermTable()]  # the last one is where terms are made
 
 
 def differ(one: Any, other: Any) -> bool:
     """Are these extents different? In a loose space it only counts which of them are 1."""
-    if not SPACES[-1].loose:
+    if not TABLES[-1].loose:
         return one != other
     one, other = (x if isinstance(x, tuple) else (x,) for x in (one, other))
     return len(one) != len(other) or any((n == 1) != (m == 1) for n, m in zip(one, other))
 
 
 def _made(operation, of=(), what=None, extents=(), names=()) -> Term:
-    return SPACES[-1].term(operation, of, what, extents, names)
+    return TABLES[-1].term(operation, of, what, extents, names)
 
 
 def source(name: str, extents: Sequence[int], dtype: str) -> Term:
@@ -272,7 +272,7 @@ def number(value: float) -> Term:
 
 def length(x: Any) -> Term:
     """The number of columns of a term, which a kernel reads from its arrays."""
-    return _made("length", (), (x.names[-1] and x.names[-1].root, x.extents[-1]))
+    return _made("length", (), (x.axes[-1] and x.axes[-1].root, x.extents[-1]))
 
 
 def lifted(x: Any) -> Term:
@@ -289,9 +289,9 @@ def apply(name: str, *given: Any) -> Term:
     shapes do not broadcast."""
     of = [lifted(x) for x in given]
     if all(x.operation == "number" for x in of):
-        return number(MAPS[name].numpy(*[x.what for x in of]))
+        return number(MAPS[name].numpy(*[x.attr for x in of]))
     try:
-        extents, names = _broadcast(name, [(x.extents, x.names) for x in of])
+        extents, names = _broadcast(name, [(x.extents, x.axes) for x in of])
     except ValueError as error:
         raise ValueError(f"{error}: {of}") from None
     return _made(name, of, None, extents, names)
@@ -307,7 +307,7 @@ def _broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tu
                 continue
             if axis is not None and differ(extent, its[place]):
                 raise ValueError(f"{name}: shapes {', '.join(str(its) for its, _ in shapes if its)} do not broadcast")
-            extent, axis = its[place], same(called[place], axis)
+            extent, axis = its[place], unify(called[place], axis)
         extents.append(extent)
         names.append(axis)
     return tuple(extents), tuple(names)
@@ -320,18 +320,18 @@ def reduce(kind: str, x: Any, axis: int = -1) -> Term:
         raise TypeError(
             f"{kind}: reduces the last axis, got {axis=} of an array of shape {x.extents}; over rows: {kind}(transpose(x))"
         )
-    return x if x.names[-1] is None else _made(kind, (x,), None, (*x.extents[:-1], 1), (*x.names[:-1], None))
+    return x if x.axes[-1] is None else _made(kind, (x,), None, (*x.extents[:-1], 1), (*x.axes[:-1], None))
 
 
 def total(x: Term, like: Term) -> Term:
     """The sum over the axes that `like` lacks, which stay with length 1."""
-    needs = (None,) * (x.ndim - like.ndim) + like.names
-    return total_along(x, tuple(n for n in range(-x.ndim, 0) if x.names[n] is not None and needs[n] is None))
+    needs = (None,) * (x.ndim - like.ndim) + like.axes
+    return total_along(x, tuple(n for n in range(-x.ndim, 0) if x.axes[n] is not None and needs[n] is None))
 
 
 def total_along(x: Term, places: tuple[int, ...]) -> Term:
     """The sum over these axes, counted from the last one, -1; they stay with length 1."""
-    parts = [(1, None) if n in places else (x.extents[n], x.names[n]) for n in range(-x.ndim, 0)]
+    parts = [(1, None) if n in places else (x.extents[n], x.axes[n]) for n in range(-x.ndim, 0)]
     extents, names = zip(*parts)
     return _made("total", (x,), places, extents, names) if places else x
 
@@ -339,13 +339,13 @@ def total_along(x: Term, places: tuple[int, ...]) -> Term:
 def gathered(x: Term, shares: int) -> Term:
     """The rows of x (m, c) added up in `shares` groups, as (shares, c): row i of the result is the sum of the rows i, i +
     shares, ... Their sum is the total over all rows."""
-    return _made("gathered", (x,), shares, (shares, x.extents[1]), (Axis(shares), x.names[1]))
+    return _made("gathered", (x,), shares, (shares, x.extents[1]), (Axis(shares), x.axes[1]))
 
 
 def attended(x: Term, parts: int) -> Term:
     """The results of attention over each of `parts` equal parts of the keys: (parts, heads, rows, columns), x being the result
     over all keys."""
-    return _made("attended", (x,), parts, (parts, *x.extents), (Axis(parts), *x.names))
+    return _made("attended", (x,), parts, (parts, *x.extents), (Axis(parts), *x.axes))
 
 
 def matmul(a: Any, b: Any) -> Term:
@@ -354,11 +354,11 @@ def matmul(a: Any, b: Any) -> Term:
     if a.ndim < 2 or b.ndim < 2 or differ(a.extents[-1], b.extents[-2]):
         raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} @ {b}")
     try:
-        lead, names = _broadcast("@", [(x.extents[:-2], x.names[:-2]) for x in (a, b)])
+        lead, names = _broadcast("@", [(x.extents[:-2], x.axes[:-2]) for x in (a, b)])
     except ValueError:
         raise ValueError(f"@: leading axes of {a.extents} and {b.extents} do not broadcast: {a} @ {b}") from None
-    same(a.names[-1], b.names[-2])
-    return _made("matmul", (a, b), None, (*lead, a.extents[-2], b.extents[-1]), (*names, a.names[-2], b.names[-1]))
+    unify(a.axes[-1], b.axes[-2])
+    return _made("matmul", (a, b), None, (*lead, a.extents[-2], b.extents[-1]), (*names, a.axes[-2], b.axes[-1]))
 
 
 def transpose(x: Any) -> Term:
@@ -367,8 +367,8 @@ def transpose(x: Any) -> Term:
     if x.ndim < 2:
         raise ValueError(f"transpose: takes a matrix, got {x.extents}")
     if x.operation == "transpose":
-        return x.of[0]
-    extents, names = ((*of[:-2], of[-1], of[-2]) for of in (x.extents, x.names))
+        return x.args[0]
+    extents, names = ((*of[:-2], of[-1], of[-2]) for of in (x.extents, x.axes))
     return _made("transpose", (x,), None, extents, names)
 
 
@@ -377,9 +377,9 @@ def concat(*parts: Any) -> Term:
     of = [lifted(x) for x in parts]
     if any(x.ndim < 2 or differ(x.extents[:-1], of[0].extents[:-1]) for x in of):
         raise ValueError(f"concatenate: takes matrices of as many rows, got {[x.extents for x in of]}")
-    _, lead = _broadcast("concatenate", [(x.extents[:-1], x.names[:-1]) for x in of])
-    first, second = of[0].names[-1], of[1].names[-1] if len(of) == 2 else None
-    whole = first.root.whole if first is not None and second is not None and first.root is second.root else None
+    _, lead = _broadcast("concatenate", [(x.extents[:-1], x.axes[:-1]) for x in of])
+    first, second = of[0].axes[-1], of[1].axes[-1] if len(of) == 2 else None
+    whole = first.root.doubled if first is not None and second is not None and first.root is second.root else None
     columns = whole or Axis()
     return _made("concat", of, None, (*of[0].extents[:-1], sum(x.extents[-1] for x in of)), (*lead, columns))
 
@@ -387,10 +387,10 @@ def concat(*parts: Any) -> Term:
 def half(x: Any, which: int) -> Term:
     """The first or the second half of the columns; which: 0 or 1. ValueError: the number of columns is odd."""
     x = lifted(x)
-    columns = x.names[-1] if x.ndim else None
+    columns = x.axes[-1] if x.ndim else None
     if columns is None or x.extents[-1] % 2:
         raise ValueError(f"halves: takes an array with an even number of columns, got {x.extents}: {x}")
-    return _made("half", (x,), which, (*x.extents[:-1], x.extents[-1] // 2), (*x.names[:-1], halved(columns)))
+    return _made("half", (x,), which, (*x.extents[:-1], x.extents[-1] // 2), (*x.axes[:-1], half_of(columns)))
 
 
 def causal(x: Any) -> Term:
@@ -398,20 +398,20 @@ def causal(x: Any) -> Term:
     x = lifted(x)
     if x.ndim < 2:
         raise ValueError(f"causal: takes scores (..., queries, keys), got {x.extents}")
-    return _made("causal", (x,), None, x.extents, x.names)
+    return _made("causal", (x,), None, x.extents, x.axes)
 
 
 def dropout(x: Any, p: Any, seed: Any) -> Term:
     """x / (1 - p), but 0 with probability p; the draws follow from the seed and the position. ValueError, TypeError: see
     language.dropout."""
     x, p, seed = lifted(x), lifted(p), lifted(seed)
-    if x.ndim < 2 or x.names[-1] is None:
+    if x.ndim < 2 or x.axes[-1] is None:
         raise ValueError(f"dropout: takes rows and columns, got {x.extents}: {x}")
-    if p.ndim or (p.operation == "number" and not 0 <= p.what < 1):
+    if p.ndim or (p.operation == "number" and not 0 <= p.attr < 1):
         raise ValueError(f"dropout: p must be a number, at least 0 and below 1, got {p}")
-    if any(seed.names) or seed.operation != "input" or seed.what[1] != SEED:
+    if any(seed.axes) or seed.operation != "input" or seed.attr[1] != SEED:
         raise TypeError(f"dropout: seed must be an argument, an array of one {SEED}, got {seed}")
-    return _made("dropout", (x, p, seed), None, x.extents, x.names)
+    return _made("dropout", (x, p, seed), None, x.extents, x.axes)
 
 
 def pick(x: Any, index: Any) -> Term:
@@ -419,19 +419,19 @@ def pick(x: Any, index: Any) -> Term:
     x, index = lifted(x), _index("pick", index)
     if x.ndim < 2 or differ(x.extents[:-1], index.extents):
         raise ValueError(f"pick: takes rows and a column for each of them, got {x.extents} and {index.extents}: {x}, {index}")
-    _, lead = _broadcast("pick", [(x.extents[:-1], x.names[:-1]), (index.extents, index.names)])
+    _, lead = _broadcast("pick", [(x.extents[:-1], x.axes[:-1]), (index.extents, index.axes)])
     return _made("pick", (x, index), None, (*x.extents[:-1], 1), (*lead, None))
 
 
 def is_column(x: Term, index: Term) -> Term:
     """A mask of x's shape: True in the column that `index` names in each row."""
-    what = x.names[-1] and x.names[-1].root, x.extents[-1]
-    return _made("is_column", (index,), what, x.extents, (*index.names, x.names[-1]))
+    what = x.axes[-1] and x.axes[-1].root, x.extents[-1]
+    return _made("is_column", (index,), what, x.extents, (*index.axes, x.axes[-1]))
 
 
 def _index(name: str, index: Any) -> Term:
     index = lifted(index)
-    if index.operation != "input" or index.what[1] not in INDEX:
+    if index.operation != "input" or index.attr[1] not in INDEX:
         raise TypeError(f"{name}: index must be an argument of {' or '.join(INDEX)}, got {index}")
     return index
 
@@ -442,19 +442,19 @@ def matmul_by(x: Any, w: Any, index: Any) -> Term:
     if x.ndim != 2 or w.ndim != 3 or differ(x.extents[-1], w.extents[-2]) or differ(x.extents[:-1], index.extents):
         shapes = f"{x.extents}, {w.extents} and {index.extents}"
         raise ValueError(f"matmul_by: takes (m, k), (e, k, n) and m indices, got {shapes}: {x}, {w}, {index}")
-    other = SPACES[-1].chosen.setdefault(index, w)
+    other = TABLES[-1].chosen.setdefault(index, w)
     if differ(other.extents[0], w.extents[0]):
         raise ValueError(f"matmul_by: {index} chooses among {other.extents[0]} matrices {other}, and {w.extents[0]} of {w}")
-    same(other.names[0], w.names[0])
-    same(x.names[-1], w.names[-2])
-    _, rows = _broadcast("matmul_by", [(x.extents[:1], x.names[:1]), (index.extents, index.names)])
-    return _made("matmul_by", (x, w, index), None, (x.extents[0], w.extents[-1]), (*rows, w.names[-1]))
+    unify(other.axes[0], w.axes[0])
+    unify(x.axes[-1], w.axes[-2])
+    _, rows = _broadcast("matmul_by", [(x.extents[:1], x.axes[:1]), (index.extents, index.axes)])
+    return _made("matmul_by", (x, w, index), None, (x.extents[0], w.extents[-1]), (*rows, w.axes[-1]))
 
 
 def among(x: Term, index: Term, like: Term) -> Term:
     """x (m, e r) with all but r columns of each row set to 0: row m keeps columns r * index[m] up to r * (index[m] + 1). like:
     a term (e, r, n), which says what e and r are."""
-    return _made("among", (x, index, like), None, x.extents, x.names)
+    return _made("among", (x, index, like), None, x.extents, x.axes)
 
 
 def weighted(p: Any, x: Any) -> Term:
@@ -462,90 +462,90 @@ def weighted(p: Any, x: Any) -> Term:
     p, x = lifted(p), lifted(x)
     if p.ndim != 2 or x.ndim != 3 or differ(p.extents[::-1], x.extents[:2]):
         raise ValueError(f"weighted: takes (m, e) and (e, m, n), got {p.extents} and {x.extents}: {p}, {x}")
-    same(p.names[1], x.names[0])
-    return _made("weighted", (p, x), None, x.extents[1:], (same(p.names[0], x.names[1]), x.names[2]))
+    unify(p.axes[1], x.axes[0])
+    return _made("weighted", (p, x), None, x.extents[1:], (unify(p.axes[0], x.axes[1]), x.axes[2]))
 
 
 def spread(p: Term, like: Term) -> Term:
     """p (m, e) as (m, e n), each number repeated n times. like: a term (e, n, k), which says what n is."""
     rows, n = p.extents[0], like.extents[0] * like.extents[1]
-    return _made("spread", (p, like), None, (rows, n), (p.names[0], product(*like.names[:2])))
+    return _made("spread", (p, like), None, (rows, n), (p.axes[0], product(*like.axes[:2])))
 
 
 def of_parts(operation: str, x: Term, *index: Term) -> Term:
     """One number for each part of a row, a part being PART columns. "max_of_parts" is the maximum of the part; "sum_of_parts"
     the sum of exp(x - that maximum); "pick_of_parts" the element in the column that index names, 0 if that is in another
     part."""
-    columns = x.names[-1]
+    columns = x.axes[-1]
     if columns is not None:
-        columns = SPACES[-1].cuts.setdefault(columns.root, Axis(cut=columns.root))
-    return _made(operation, (x, *index), None, (*x.extents[:-1], -(-x.extents[-1] // PART)), (*x.names[:-1], columns))
+        columns = TABLES[-1].cuts.setdefault(columns.root, Axis(tiled_axis=columns.root))
+    return _made(operation, (x, *index), None, (*x.extents[:-1], -(-x.extents[-1] // PART)), (*x.axes[:-1], columns))
 
 
 def stacked(x: Term) -> Term:
     """(h, d, r) as (h d, r): the matrices of heads one below the other. It is a view."""
-    (h, d, r), (heads, rows, columns) = x.extents, x.names
+    (h, d, r), (heads, rows, columns) = x.extents, x.axes
     return _made("stacked", (x,), None, (h * d, r), (product(heads, rows), columns))
 
 
 def heads(x: Term, like: Term) -> Term:
     """(s, h d) as (h, s, d), a view. like: a term (h, d, r) whose first two axes, stacked, are x's columns."""
-    (h, d, _), (of_heads, columns, _) = like.extents, like.names
-    return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.names[0], columns))
+    (h, d, _), (of_heads, columns, _) = like.extents, like.axes
+    return _made("heads", (x, like), None, (h, x.extents[0], d), (of_heads, x.axes[0], columns))
 
 
 def split_like(x: Term, like: Term) -> Term:
     """(..., s, h d) as (..., h, s, d), the shape of `like`, whose heads merged would have x's columns."""
     *lead, s, _ = x.extents
     count, own = like.extents[-3], like.extents[-1]
-    names = (*x.names[:-2], like.names[-3], x.names[-2], like.names[-1])
+    names = (*x.axes[:-2], like.axes[-3], x.axes[-2], like.axes[-1])
     return _made("split", (x,), count, (*lead, count, s, own), names)
 
 
 def split(x: Any, count: int) -> Term:
     """(..., s, count * d) as (..., count, s, d), a view. ValueError: the columns are no multiple of count."""
     x = lifted(x)
-    if x.ndim < 2 or x.names[-1] is None or (x.extents[-1] % count and not SPACES[-1].loose):
+    if x.ndim < 2 or x.axes[-1] is None or (x.extents[-1] % count and not TABLES[-1].loose):
         raise ValueError(f"split_heads: takes rows whose columns are a multiple of {count}, got {x.extents}: {x}")
-    columns, splits = x.names[-1].root, SPACES[-1].splits
-    known = (its for whole, *its in splits if whole.root is columns and its[0].root.parts == (count,))
+    columns, splits = x.axes[-1].root, TABLES[-1].splits
+    known = (its for whole, *its in splits if whole.root is columns and its[0].root.factors == (count,))
     of_heads, own = next(known, None) or (Axis(count), Axis())
-    if not columns.parts:
-        columns.parts = count, own
+    if not columns.factors:
+        columns.factors = count, own
         splits.append((columns, of_heads, own))
     *lead, s, _ = x.extents
-    return _made("split", (x,), count, (*lead, count, s, x.extents[-1] // count), (*x.names[:-2], of_heads, x.names[-2], own))
+    return _made("split", (x,), count, (*lead, count, s, x.extents[-1] // count), (*x.axes[:-2], of_heads, x.axes[-2], own))
 
 
 def merged(x: Any) -> Term:
     """(..., h, s, d) as (..., s, h d), the reverse of split."""
     x = lifted(x)
-    if x.ndim < 3 or x.names[-3] is None or x.names[-1] is None:
+    if x.ndim < 3 or x.axes[-3] is None or x.axes[-1] is None:
         raise ValueError(f"merge_heads: takes (..., heads, rows, columns), got {x.extents}: {x}")
     *lead, h, s, d = x.extents
-    own = x.names[-3].root, x.names[-1].root
-    known = (whole for whole, *its in SPACES[-1].splits if tuple(one.root for one in its) == own)
+    own = x.axes[-3].root, x.axes[-1].root
+    known = (whole for whole, *its in TABLES[-1].splits if tuple(one.root for one in its) == own)
     columns = next(known, None) or product(*own)
-    return _made("merged", (x,), h, (*lead, s, h * d), (*x.names[:-3], x.names[-2], columns))
+    return _made("merged", (x,), h, (*lead, s, h * d), (*x.axes[:-3], x.axes[-2], columns))
 
 
 def flat(x: Term) -> Term:
     """(n, 1) as (n,): one number for each row, as a vector. It is a view."""
-    return _made("flat", (x,), None, x.extents[:1], x.names[:1])
+    return _made("flat", (x,), None, x.extents[:1], x.axes[:1])
 
 
 def rows(x: Term) -> Term:
     """(..., c) as the matrix of all rows. It is a view."""
-    (*lead, columns), (*names, last) = x.extents, x.names
+    (*lead, columns), (*names, last) = x.extents, x.axes
     return _made("rows", (x,), None, (math.prod(lead), columns), (product(*names), last))
 
 
 def viewed(x: Term) -> Term:
     """The term that lies in memory, if this one is a view of it."""
-    return viewed(x.of[0]) if x.operation in ("stacked", "heads", "split", "flat", "rows", "spread") else x
+    return viewed(x.args[0]) if x.operation in ("stacked", "heads", "split", "flat", "rows", "spread") else x
 
 
 def product(*parts: Axis | None) -> Axis | None:
     """The axis that is the product of these, the first one outermost. The same axes always give the same axis."""
     roots = tuple(axis.root for axis in parts if axis is not None)
-    return SPACES[-1].products.setdefault(roots, Axis(*roots)) if len(roots) > 1 else roots[0] if roots else None
+    return TABLES[-1].products.setdefault(roots, Axis(*roots)) if len(roots) > 1 else roots[0] if roots else None

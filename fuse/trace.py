@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
     extents: tuple[int, ...]
     dtype: str
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def ones(self) -> tuple[bool, ...]:
@@ -43,12 +43,12 @@ class Shape(NamedTuple):
     def in_memory(self) -> tuple[int, ...]:
         """The extents of the array as it lies in memory, with its last axis contiguous: the transpose of an argument that is
         turned."""
-        return self.extents[::-1] if self.turned else self.extents
+        return self.extents[::-1] if self.transposed else self.extents
 
 
 def kinds_of(shapes: Sequence[Shape]) -> tuple:
     """The kind of each argument: what decides which program serves a call."""
-    return tuple([(s.dtype, s.turned, s.ones) for s in shapes])
+    return tuple([(s.dtype, s.transposed, s.ones) for s in shapes])
 
 
 def loose(kinds: tuple) -> tuple[Shape, ...]:
@@ -56,27 +56,27 @@ def loose(kinds: tuple) -> tuple[Shape, ...]:
     return tuple([Shape(tuple([1 if one else ANY for one in ones]), *rest) for *rest, ones in kinds])
 
 
-class Traced(NamedTuple):
+class TracedDefinition(NamedTuple):
     """A definition as terms. inputs: (name, term) of each argument. roots: the results. outs: what these are called, by the
-    keys of a dictionary or by letters that are free. single: does the definition return one array, not a tuple? spoken: (name,
-    term) of what has a name in the definition. space: the Space that the terms were made in."""
+    keys of a dictionary or by letters that are free. single: does it return one array, not a tuple? local_names: (name,
+    term) of what has a name in the definition. table: the TermTable that the terms were made in."""
 
     inputs: tuple[tuple[str, Term], ...]
     roots: tuple[Term, ...]
     outs: tuple[str, ...]
     single: bool
-    spoken: tuple[tuple[str, Term], ...]
-    space: terms.Space
+    local_names: tuple[tuple[str, Term], ...]
+    table: terms.TermTable
 
 
 @functools.lru_cache(1024)
-def traced(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Traced:
+def trace_definition(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> TracedDefinition:
     """The definition, called with terms of these shapes."""
     found = _run(definition, names, shapes, None)
     if any(x.ndim in (2, 3) and x.extents[-2] == 1 for x in found.roots):  # what has one row does not broadcast along rows
         with suppress(ValueError):  # something does
             with_rows = _run(definition, names, shapes, Axis())
-            whole = all(x.ndim in (2, 3) and (x.names[-2] or x.operation == "total") for x in with_rows.roots)
+            whole = all(x.ndim in (2, 3) and (x.axes[-2] or x.operation == "total") for x in with_rows.roots)
             found = with_rows if whole else found
     return found
 
@@ -89,44 +89,44 @@ def rows_alone(roots: Sequence[Term]) -> bool:
     deep = [x for x in every if x.ndim > 2]
     if not deep:
         return True
-    leads = {tuple(name and name.root for name in x.names[:-1]) for x in (*deep, *roots)}
+    leads = {tuple(name and name.root for name in x.axes[:-1]) for x in (*deep, *roots)}
     (lead, *others) = leads
     by_rows = all(
         x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout", "pick")
-        or (x.operation == "matmul" and x.of[1].ndim == 2)
+        or (x.operation == "matmul" and x.args[1].ndim == 2)
         for x in deep
     )  # fmt: skip
-    chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.names) == lead}
-    some = any(name is not None and name.root in lead for x in every if x.ndim <= 2 and x not in chosen for name in x.names)
+    chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.axes) == lead}
+    some = any(name is not None and name.root in lead for x in every if x.ndim <= 2 and x not in chosen for name in x.axes)
     return by_rows and not others and not some
 
 
-def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...], rows: Axis | None) -> Traced:
+def _run(definition: Callable, names: tuple[str, ...], shapes: tuple[Shape, ...], rows: Axis | None) -> TracedDefinition:
     dtype = next((s.dtype for s in shapes if s.extents), "float32")
-    space = terms.Space(any(ANY in s.extents for s in shapes), dtype)
-    terms.SPACES.append(space)
+    table = terms.TermTable(any(ANY in s.extents for s in shapes), dtype)
+    terms.TABLES.append(table)
     try:
         inputs = {}
         for name, s in zip(names, shapes):
             inputs[name] = x = terms.source(name, s.in_memory, s.dtype)
             if rows is not None and x.ndim in (2, 3) and x.extents[-2] == 1:
-                x.names = (*x.names[:-2], rows, x.names[-1])
-        given = [terms.transpose(inputs[name]) if s.turned else inputs[name] for name, s in zip(names, shapes)]
-        result, spoken = _watched(definition, given)
+                x.axes = (*x.axes[:-2], rows, x.axes[-1])
+        given = [terms.transpose(inputs[name]) if s.transposed else inputs[name] for name, s in zip(names, shapes)]
+        result, local_names = _watched(definition, given)
     finally:
-        terms.SPACES.pop()
+        terms.TABLES.pop()
     named = result if isinstance(result, dict) else {}
     results = tuple(named.values()) if named else result if isinstance(result, tuple) else (result,)
     for x in results:
         if not isinstance(x, Term) or x.ndim < 2:
             raise TypeError(f"{definition.__name__}: must return matrices (rows, columns) made of its arguments, got {x!r:.80}")
     for x in indices(results) if rows is not None else ():
-        if x.names == (None,):  # one row's
-            x.names = (rows,)
+        if x.axes == (None,):  # one row's
+            x.axes = (rows,)
     outs = identifiers(named, names) or result_names(names, len(results))
-    called = tuple((name, x) for name, x in spoken.items() if x.of and name not in outs)
+    called = tuple((name, x) for name, x in local_names.items() if x.args and name not in outs)
     one = not isinstance(result, (tuple, dict))
-    return Traced(tuple(inputs.items()), tuple(results), outs, one, called, space)
+    return TracedDefinition(tuple(inputs.items()), tuple(results), outs, one, called, table)
 
 
 def result_names(names: Sequence[str], count: int) -> tuple[str, ...]:
@@ -137,11 +137,11 @@ def result_names(names: Sequence[str], count: int) -> tuple[str, ...]:
 def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str, Term]]:
     """(what the definition returns, {name: term} of its local variables). For a definition that was made from another one, as
     a gradient is, the variables of that one. An error gets the line of the definition in which it came up."""
-    code, space = getattr(definition, "watched", definition).__code__, terms.SPACES[-1]
-    space.code = code
+    code, table = getattr(definition, "watched", definition).__code__, terms.TABLES[-1]
+    table.code = code
     try:
         result = definition(*given)
-        return result, {name: x for frame in space.frames for name, x in frame.f_locals.items() if isinstance(x, Term)}
+        return result, {name: x for frame in table.frames for name, x in frame.f_locals.items() if isinstance(x, Term)}
     except (AttributeError, TypeError, ValueError) as error:
         line = _line(error, code)
         if not line:
@@ -150,8 +150,8 @@ def _watched(definition: Callable, given: Sequence[Term]) -> tuple[Any, dict[str
         found.name = getattr(error, "name", None)  # of an attribute that is not there
         raise found from error
     finally:
-        space.code = None
-        space.frames.clear()
+        table.code = None
+        table.frames.clear()
 
 
 def _line(error: Exception, code: Any) -> str:
@@ -175,8 +175,8 @@ def shape_of(x: Any, name: str) -> Shape:
         extents, strides, unit, dtype = form.shape, form.strides, form.itemsize, form.dtype
     if not extents:
         raise TypeError(f"{name}: must be a number of Python's, or have axes, and is an array of shape (): pass {name}.item()")
-    turned = len(extents) == 2 and strides[1] != unit and strides[0] == unit and extents[0] != 1 and extents[1] != 1
-    return Shape(extents, dtype, True if turned else False)  # noqa: SIM210, torch's symbols are decided here
+    transposed = len(extents) == 2 and strides[1] != unit and strides[0] == unit and extents[0] != 1 and extents[1] != 1
+    return Shape(extents, dtype, True if transposed else False)  # noqa: SIM210, torch's symbols are decided here
 
 
 def ordinal_of(arrays: Sequence[Any]) -> int | None:

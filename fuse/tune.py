@@ -19,30 +19,30 @@ from tiles.profile.card import median_together
 
 from . import module
 from .axes import Axis
-from .candidates import Candidate, Chosen
+from .candidates import Candidate, GeneratedModule
 from .classes import extents_at
-from .trace import Traced
+from .trace import TracedDefinition
 
 FEW, REPEAT = 6, 11  # candidates that are measured, calls of each
 
 
-def key(name: str, found: Traced, every: Sequence[Candidate], card: str) -> str:
+def key(name: str, found: TracedDefinition, every: Sequence[Candidate], card: str) -> str:
     """The key under which a choice between these candidates on this card is remembered. name: of the function. found: its
     terms, for the lengths that stand for a class (classes.py)."""
-    arrays = [(name, x.extents, x.what) for name, x in found.inputs]
+    arrays = [(name, x.extents, x.attr) for name, x in found.inputs]
     said = [card, name, repr(arrays), *(repr(one.identity) for one in every)]
     return "fuse" + hashlib.sha256("\0".join(said).encode()).hexdigest()[:60]
 
 
 def measure(
-    name: str, made: Sequence[Chosen], known: Mapping[Axis, int], arrays: Sequence[Any], say: Callable[[str], None]
+    name: str, made: Sequence[GeneratedModule], known: Mapping[Axis, int], arrays: Sequence[Any], say: Callable[[str], None]
 ) -> list[float]:
     """The seconds that each of these modules takes on these arrays, which lie on a card. known: the extents of their axes."""
     first = describe(next(x for x in arrays if hasattr(x, "shape")), "x")
     gpu, home, found = device(first.device), first.kind.home(first), []
     for n, one in enumerate(made):
         say(f"{name}: candidate {n + 1} of {len(made)}")
-        make = [first.kind.maker(home, extents_at(x, known), x.held_as(first.dtype))() for x in one.written]
+        make = [first.kind.maker(home, extents_at(x, known), x.stored_dtype(first.dtype))() for x in one.written]
         launch = module.load(one.text, name, one.code).launch
         found.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
     return found

@@ -24,12 +24,12 @@ SUMS, LONG = ("add", "sub"), 80  # what has a line of its own even if it is used
 SUGGESTED = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
 
-class Writer:
-    """Writes terms as Python expressions. names: the terms that have a name. spoken: what a term may be called if it gets one.
+class ExpressionWriter:
+    """Writes terms as Python expressions. names: the terms that have a name. local_names: the names that terms may get.
     forms: for operations that a kernel writes in a way of its own, a function from the term to that form."""
 
-    def __init__(self, names: Mapping[Term, str], spoken: Mapping[Term, str]):
-        self.names, self.spoken = dict(names), spoken
+    def __init__(self, names: Mapping[Term, str], local_names: Mapping[Term, str]):
+        self.names, self.local_names = dict(names), local_names
         self.forms: dict[str, Callable[[Term], str]] = {}
 
     def expression(self, x: Term) -> str:
@@ -40,14 +40,14 @@ class Writer:
         if x in self.names:
             return self.names[x], ATOM
         if x.operation in ("fp32", "widened") and x.operation not in self.forms:  # as all is computed
-            return self._written(x.of[0])
+            return self._written(x.args[0])
         if x.operation == "number":
-            return figure(x.what), ATOM if x.what >= 0 else UNARY
+            return figure(x.attr), ATOM if x.attr >= 0 else UNARY
         if x.operation == "concat":
-            return f"concatenate([{', '.join(map(self.expression, x.of))}])", ATOM
+            return f"concatenate([{', '.join(map(self.expression, x.args))}])", ATOM
         binds = BINDS.get(x.operation, ATOM)
         parts = []
-        for place, y in enumerate(x.of):
+        for place, y in enumerate(x.args):
             text, its = self._written(y)
             apart = (place > 0 and (x.operation in RIGHT or y.operation == "div")) or "matmul" in (x.operation, y.operation)
             weaker = its < binds or (its == binds and apart)
@@ -64,18 +64,18 @@ class Writer:
         if x.operation == "transpose":
             return "{}.T" if x.ndim == 2 else "transpose({})"
         if x.operation == "split":
-            return f"split_heads({{}}, {x.what})"
-        return f"halves({{}})[{x.what}]" if x.operation == "half" else WRITTEN[x.operation]
+            return f"split_heads({{}}, {x.attr})"
+        return f"halves({{}})[{x.attr}]" if x.operation == "half" else WRITTEN[x.operation]
 
     def assignments(self, roots: Iterable[Term], taken: Iterable[str] = (), among: Iterable[Term] = ()) -> list[str]:
         """A line for each term below the roots that is used more than once and has no name; it has one from then on. taken:
         names that are not free. among: where uses are counted, by default in the roots."""
         roots, taken, lines = list(roots), {*taken, *self.names.values()}, list[str]()
         among = list(among) or roots
-        users = collections.Counter(y for x in self._unnamed(among) for y in x.of) + collections.Counter(among)
+        users = collections.Counter(y for x in self._unnamed(among) for y in x.args) + collections.Counter(among)
         for x in self._unnamed(roots):
             long = x not in roots and x.operation in SUMS and len(self.expression(x)) > LONG
-            if (users[x] > 1 or long) and x.of and x.names:
+            if (users[x] > 1 or long) and x.args and x.axes:
                 name = unused(self.suggested(x), taken)
                 lines.append(f"{name} = {self.expression(x)}")
                 self.names[x] = name
@@ -84,13 +84,13 @@ class Writer:
 
     def suggested(self, x: Term) -> str:
         """A name for a term that needs one."""
-        if x in self.spoken:
-            return self.spoken[x]
+        if x in self.local_names:
+            return self.local_names[x]
         if x.operation == "sum":
-            inside = x.of[0]
+            inside = x.args[0]
             if inside.operation == "pick_of_parts":
                 return "picked"
-            return "squares" if inside.operation == "mul" and inside.of[0] is inside.of[1] else "total"
+            return "squares" if inside.operation == "mul" and inside.args[0] is inside.args[1] else "total"
         return SUGGESTED.get(x.operation, "part")
 
     def _unnamed(self, roots: list[Term]) -> list[Term]:
@@ -100,7 +100,7 @@ class Writer:
             x = stack.pop()
             if x not in self.names and x not in found:
                 found.add(x)
-                stack.extend(x.of)
+                stack.extend(x.args)
         return [x for x in walk(*roots) if x in found]
 
 
@@ -117,39 +117,39 @@ def expression(x: Term) -> str:
     return _of_definition([x], {}).expression(x)
 
 
-def _of_definition(roots: Iterable[Term], spoken: Mapping[Term, str]) -> Writer:
+def _of_definition(roots: Iterable[Term], local_names: Mapping[Term, str]) -> ExpressionWriter:
     """A Writer that writes terms as a definition would."""
-    writer = Writer(_leaves(roots), spoken)
+    writer = ExpressionWriter(_leaves(roots), local_names)
     writer.forms |= dict.fromkeys(CASTS, lambda x: f"cast({{}}, {x.operation})") | {"widened": lambda x: "widened({})"}
     return writer
 
 
 def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
     """The names of inputs and lengths in a text that is no kernel."""
-    found = {x: x.what for x in walk(*roots) if x.operation in ("input", "length")}
+    found = {x: x.attr for x in walk(*roots) if x.operation in ("input", "length")}
     return {x: what[0] if x.operation == "input" else str(what[1]) for x, what in found.items()}
 
 
-def equations(roots: Mapping[str, Term], spoken: Mapping[Term, str]) -> str:
-    """The terms as a definition might have said them. roots: the results by name. spoken: see Writer."""
+def equations(roots: Mapping[str, Term], local_names: Mapping[Term, str]) -> str:
+    """The terms as a definition might have said them. roots: the results by name. local_names: see Writer."""
     every = list(walk(*roots.values()))
-    writer = _of_definition(roots.values(), spoken)
-    means = [x for x in every if x.operation == "div" and x.of[0].operation == "sum" and x.of[1].operation == "length"]
+    writer = _of_definition(roots.values(), local_names)
+    means = [x for x in every if x.operation == "div" and x.args[0].operation == "sum" and x.args[1].operation == "length"]
     lines = []
     for x in means:  # what language.py makes of several operations, in its words
-        lines += writer.assignments([x.of[0].of[0]], roots, roots.values())
-        writer.names[x] = f"mean({writer.expression(x.of[0].of[0])})"
+        lines += writer.assignments([x.args[0].args[0]], roots, roots.values())
+        writer.names[x] = f"mean({writer.expression(x.args[0].args[0])})"
     for x in every:  # what stands side by side has a line, where it has a name
-        if x.operation == "concat" and x in spoken and x not in roots.values():
-            lines += [*writer.assignments([x], roots, roots.values()), f"{spoken[x]} = {writer.expression(x)}"]
-            writer.names[x] = spoken[x]
+        if x.operation == "concat" and x in local_names and x not in roots.values():
+            lines += [*writer.assignments([x], roots, roots.values()), f"{local_names[x]} = {writer.expression(x)}"]
+            writer.names[x] = local_names[x]
     for x in every:
         if (inner := softmax_of(x)) is not None:
-            alone = [y for y in every if inner in y.of] == [y for y in walk(x) if inner in y.of]  # what else is it in?
-            lines += writer.assignments(inner.of if alone else [inner], roots, roots.values())
+            alone = [y for y in every if inner in y.args] == [y for y in walk(x) if inner in y.args]  # what else is it in?
+            lines += writer.assignments(inner.args if alone else [inner], roots, roots.values())
             writer.names[x] = f"softmax({writer.expression(inner)})"
-            if x in spoken and x not in roots.values():
-                lines.append(f"{spoken[x]} = {writer.names[x]}")
-                writer.names[x] = spoken[x]
+            if x in local_names and x not in roots.values():
+                lines.append(f"{local_names[x]} = {writer.names[x]}")
+                writer.names[x] = local_names[x]
     lines += writer.assignments(roots.values(), roots)
     return "\n".join([*lines, *(f"{name} = {writer.expression(x)}" for name, x in roots.items())])

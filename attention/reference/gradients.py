@@ -31,7 +31,7 @@ from tiles.schema import ORDER
 from tiles.testing.compare import host
 
 from . import softmax
-from .scores import Variant
+from .scores import ReferenceVariant
 
 
 def backward(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, ...]:
@@ -54,7 +54,7 @@ def _through_norms(dout, q, k, v, real, rounded, *, q_norm=None, k_norm=None, no
     axes, of_norms = np.argsort(ORDER[layout]), []
     rows = [x.transpose(axes).astype(real) for x in (q, k)]
     q, k = (
-        softmax.normed(x, norm, norm_eps, real, rounded).transpose(axes).astype(rounded)
+        softmax.normalize_rows(x, norm, norm_eps, real, rounded).transpose(axes).astype(rounded)
         for x, norm in zip(rows, (q_norm, k_norm))
     )
     found = [*_backward(dout, q, k, v, real, rounded, layout=layout, **options)]
@@ -90,14 +90,14 @@ def _backward(
     out = out if by is None else host(by)
     axes = np.argsort(ORDER[layout])
     dout, q, k, v, out = (x.transpose(axes).astype(real) for x in (dout, q, k, v, out))
-    variant, (*_, heads, head_dim) = Variant(**of_scores).of(real), q.shape
-    kept = softmax.kept_of(dropout, seed, keep)
+    variant, (*_, heads, head_dim) = ReferenceVariant(**of_scores).cast(real), q.shape
+    kept = softmax.keep_function(dropout, seed, keep)
     scale = real(head_dim**-0.5 if scale is None else scale)
     dq, dk, dv = (np.zeros(x.shape, real) for x in (q, k, v))
     dsink = np.zeros(heads, real)
     of_bias, of_alibi = (None if x is None else np.zeros(x.shape, real) for x in (variant.bias, variant.alibi))
     of_aux = {n: np.zeros(x.shape, real) for n, x in enumerate(variant.aux) if daux and x.dtype.kind not in "biu"}
-    for (b, place, queries, keys), h in itertools.product(softmax.sequences_of(q.shape, k.shape, *lie), range(heads)):
+    for (b, place, queries, keys), h in itertools.product(softmax.sequence_slices(q.shape, k.shape, *lie), range(heads)):
         g, mine = h * k.shape[2] // heads, (place, queries, h)
         its = place, keys, g
         i, j = np.arange(queries.stop - queries.start)[:, None], np.arange(keys.stop - keys.start)[None]
@@ -111,7 +111,7 @@ def _backward(
         if dlse is not None:
             delta -= np.where(np.isfinite(of_rows), host(dlse)[place, h, queries].astype(real), 0)[:, None]
         of_score = p * (left * (dout[mine] @ v[its].T) - delta)
-        ds = of_score * variant.slope(x, *at).astype(real)
+        ds = of_score * variant.score_grad(x, *at).astype(real)
         if dbias:
             one = b if of_bias.shape[0] > 1 else 0, h if of_bias.shape[1] > 1 else 0
             shared = ds if of_bias.shape[2] > 1 else ds.sum(0, keepdims=True)
@@ -120,7 +120,7 @@ def _backward(
             of_alibi[(b, h) if of_alibi.ndim == 2 else h] -= (ds * np.abs(i + at[-1] - j)).sum()
         for n, found in of_aux.items():
             for one in np.ndindex(found.shape):
-                found[one] += (of_score * variant.slope_of(n, one, x, *at)).sum()
+                found[one] += (of_score * variant.aux_grad(n, one, x, *at)).sum()
         bend = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
         ds = (bend * ds).astype(rounded).astype(real)
         dq[mine] = scale * (ds @ k[its])

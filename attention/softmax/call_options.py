@@ -1,4 +1,4 @@
-"""The options of a call of attention.forward, checked and brought into one form, with the arrays that some of them hold."""
+"""The options of a call of attention.forward, checked and normalised, with the arrays that some of them hold."""
 
 import functools
 import operator
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tiles.torch_op import exporting, transformed
 
-from ..options import number
+from ..options import check_number
 from .block_masks import FIELDS
 from .dropped import SEED_END
 from .prepared_lists import BlockLists, Making
@@ -42,13 +42,13 @@ def without_gradients(function: F) -> F:
     torch.func's transforms such tensors are refused, as their derivatives would be zeros."""
 
     @functools.wraps(function)
-    def call(*args, **given):
+    def call(*args, **kwargs):
         torch = sys.modules.get("torch")
         if torch is None or not torch.is_grad_enabled():  # as in most calls
-            return function(*args, **given)
-        several = [x for parts in given.values() if isinstance(parts, (tuple, list)) for x in parts]
-        with torch.no_grad() if differentiated(*args, *given.values(), *several) and not transformed() else nullcontext():
-            return function(*args, **given)
+            return function(*args, **kwargs)
+        several = [x for parts in kwargs.values() if isinstance(parts, (tuple, list)) for x in parts]
+        with torch.no_grad() if differentiated(*args, *kwargs.values(), *several) and not transformed() else nullcontext():
+            return function(*args, **kwargs)
 
     return cast(F, call)
 
@@ -93,7 +93,7 @@ KEPT = Random(None, None, None)
 def random_of(dropout: Any, seed: Any) -> Random:
     """The Random of a call. TypeError, ValueError: dropout is not from 0 to below 1, or the seed is missing or not of its
     kind."""
-    share = number("dropout", dropout)
+    share = check_number("dropout", dropout)
     if share is None or not 0 <= share < 1:
         raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
     if isinstance(seed, (bool, float, str)):

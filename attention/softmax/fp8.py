@@ -6,7 +6,7 @@ from typing import Any
 from tiles.arrays import ALIGNMENT
 from tiles.schema import Problem, Schema
 
-from ..options import number
+from ..options import check_number
 from .call_options import OF_AUX, OF_BLOCKS
 from .descales import BLOCK
 
@@ -48,9 +48,9 @@ def of_fp8(x: Any) -> bool:
     return getattr(dtype, "itemsize", 2) == 1 and "float8_e4m3fn" in str(dtype)
 
 
-def refuse_with_fp8(**given: Any) -> None:
-    """NotImplementedError: one of these arguments is given, and no kernel serves it."""
-    for name, what in given.items():
+def refuse_with_fp8(**options: Any) -> None:
+    """NotImplementedError: one of these arguments was passed, and no kernel serves it."""
+    for name, what in options.items():
         if not (what is None or what is False):
             raise NotImplementedError(f"{name}: is not served with k and v of float8_e4m3fn; convert them to bfloat16")
 
@@ -62,7 +62,7 @@ def unit_of(name: str, descale: Any) -> tuple[float, Any]:
         return 1.0, None
     if hasattr(descale, "shape") and not isinstance(descale, float):
         return 1.0, descale
-    found = number(name, descale)
+    found = check_number(name, descale)
     if not found or not 2.0**-60 <= found <= 2.0**60:
         raise ValueError(f"{name}: must be positive, and far from float32's ends: {name}={descale!r}")
     return found, None

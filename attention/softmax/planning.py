@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from tiles.arrays import Number, Operand
 from tiles.schema import Problem
 
-from ..options import SCALES
+from ..options import SCALE_RANGE
 from .algebra import ends_of_mask, least
 from .block_masks import FIELDS, Blocked, BlockedMask
 from .call_options import AUX
@@ -42,7 +42,7 @@ def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Drop
     return Dropped(), {**numbers_of(dropout), "seed": seed}
 
 
-def bias_of(problem: Problem, last: bool, whole: bool = False) -> Biased | None:
+def bias_of(problem: Problem, last: bool, in_units_of_one: bool = False) -> Biased | None:
     """The variant for the problem's bias, None if there is none. It follows from the bias's strides. last, whole: see
     Biased."""
     if "bias" not in problem:
@@ -50,7 +50,7 @@ def bias_of(problem: Problem, last: bool, whole: bool = False) -> Biased | None:
     form = problem["bias"].form
     one_row = form.shape[-2] == 1 or form.strides[-2] == 0
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize  # what is alone is spread: see launches.over
-    return BiasedByKey(last, whole, adjacent) if one_row else Biased(last, whole)
+    return BiasedByKey(last, in_units_of_one, adjacent) if one_row else Biased(last, in_units_of_one)
 
 
 def functions_of(
@@ -100,6 +100,8 @@ def window_of(
     shift, (left, right) = keys - queries, window
     left = least(left, None if ends.left is None else ends.left + shift)
     right = least(0 if causal else right, None if ends.right is None else ends.right - shift)
+    if left is not None and right is not None and left + right < 0:
+        return None, -(queries + keys)  # nobody sees a key: the window of each query ends ahead of the first
     return left, right
 
 
@@ -140,7 +142,7 @@ def scale_of(problem: Problem, scale: float | None) -> float:
     """The scale of scores, D^-1/2 by default. ValueError: it is not positive, or too large or small for float32."""
     (head_dim,) = problem("D")
     scale = head_dim**-0.5 if scale is None else scale
-    if not SCALES[0] <= scale <= SCALES[1]:  # a masked score is -inf, and must be -inf when scaled
+    if not SCALE_RANGE[0] <= scale <= SCALE_RANGE[1]:  # a masked score is -inf, and must be -inf when scaled
         raise ValueError(f"scale: must be positive, and finite in float32: {scale=}")
     return scale
 

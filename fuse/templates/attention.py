@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..axes import Axis
 from ..graph import along, softmax_of
 from ..lines import WIDTH, assigned
-from ..module import DTYPES, Text
+from ..module import DTYPES, KernelText
 from ..names import unused
 from ..rules import factors, product
 from ..terms import Term
-from ..writing import Writer
+from ..writing import ExpressionWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,7 +32,7 @@ FEW, WIDE = (32, 16), 128  # rows, of queries and heads that share keys, in one 
 ON_THE_HOST = "input", "number", "add", "sub", "mul", "div", "neg"  # what numbers are made with
 
 
-class Side(NamedTuple):
+class AttentionOperand(NamedTuple):
     """The queries or the keys. array: as they lie in memory. numbers: the factors and divisors of theirs that are numbers,
     ("mul" or "div", term). weights, eps: of their norm, None if they are not normalised."""
 
@@ -47,36 +47,38 @@ class Side(NamedTuple):
         return self.weights is not None
 
 
-class Attention:
+class AttentionCall:
     """A term that attention.forward or attention.decode computes: see the module."""
 
-    label, most_rows, launched, early = "attend", 2**31 - 1, False, False
+    label, most_rows, has_launch, early = "attend", 2**31 - 1, False, False
 
-    def __init__(self, root: Term, q: Side, k: Side, v: Term, scale: Term | None, eps: Term | None, causal: bool):
+    def __init__(
+        self, root: Term, q: AttentionOperand, k: AttentionOperand, v: Term, scale: Term | None, eps: Term | None, causal: bool
+    ):
         self.roots: tuple[Term, ...] = (root,)
         self.q, self.k, self.v = q, k, v
-        self.heads = root.of[0] if root.operation == "merged" else root
+        self.heads = root.args[0] if root.operation == "merged" else root
         self.scale, self.eps, self.causal = scale, eps, causal
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[Self]:
+    def kernels_for(cls, root: Term) -> Iterator[Self]:
         """The kernel that computes a term, if it is attention; its heads may be merged, (rows, the columns of all heads)."""
-        whole, root = root, root.of[0] if root.operation == "merged" else root
-        scores = softmax_of(root.of[0]) if root.operation == "matmul" else None
+        whole, root = root, root.args[0] if root.operation == "merged" else root
+        scores = softmax_of(root.args[0]) if root.operation == "matmul" else None
         if scores is None:
             return
         causal = scores.operation == "causal"
-        parts = factors(scores.of[0] if causal else scores)
+        parts = factors(scores.args[0] if causal else scores)
         products = [x for how, x in parts if x.operation == "matmul" and how == "mul"]
         numbers = [(how, x) for how, x in parts if x not in products]
-        if len(products) != 1 or products[0].of[1].operation != "transpose":
+        if len(products) != 1 or products[0].args[1].operation != "transpose":
             return
-        q, k, v = side(products[0].of[0]), side(products[0].of[1].of[0]), root.of[1]
+        q, k, v = side(products[0].args[0]), side(products[0].args[1].args[0]), root.args[1]
         scale = product([*numbers, *q.numbers, *k.numbers])
         eps = q.eps if k.eps is None else k.eps
         if not all(x is None or on_the_host(x) for _, x in [*numbers, *q.numbers, *k.numbers, ("", eps)]):
             return
-        negative = scale is not None and scale.operation == "number" and scale.what <= 0
+        negative = scale is not None and scale.operation == "number" and scale.attr <= 0
         if not negative and q.eps in (None, eps) and fits(root, q.array, k.array, v):
             yield cls(whole, q, k, v, scale, eps, causal)
 
@@ -95,7 +97,7 @@ class Attention:
     @property
     def fixed(self) -> dict[Axis, int]:
         """The extents with which it is tried in a proof. Two heads are enough to see that heads are not mixed up."""
-        q, v = self.q.array.names, self.v.names
+        q, v = self.q.array.axes, self.v.axes
         axes = [*((axis, 2) for axis in q[:-2]), (q[-1], 3 * COLUMNS), (v[-1], 5 * COLUMNS)]
         return {axis.root: n for axis, n in axes if axis is not None}
 
@@ -134,15 +136,15 @@ class Attention:
     def __str__(self):
         return f"attention of {self.root}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
         norms = [f"{name} are normalised on their way" for name, one in (("queries", self.q), ("keys", self.k)) if one.normed]
         name = "decode" if self.few else "forward"
         return ", ".join([f"attention.{name}, whose scores stay in registers", *["scores are causal"] * self.causal, *norms])
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
+        writer = ExpressionWriter({x: parameters[x] for x in self.leaves}, local_names)
         arrays, views = (self.q.array, self.k.array, self.v, self.root), list[str]()
         made = [_with_heads(x, parameters) for x in arrays]
         *given, out = made
@@ -150,7 +152,7 @@ class Attention:
             y = parameters[self.root]
             out = unused(f"{y}_heads", parameters.values())
             lead = ", ".join(["1"] * (AXES - self.heads.ndim) + [f"{y}.shape[{n}]" for n in range(self.root.ndim - 1)])
-            views = [f"{out} = {y}.reshape({lead}, {self.root.what}, -1).swapaxes(1, 2)"]
+            views = [f"{out} = {y}.reshape({lead}, {self.root.attr}, -1).swapaxes(1, 2)"]
         elif self.root.ndim > AXES:
             names = dict.fromkeys(parameters[x] for x in arrays)
             heads = {one: unused(f"{one}_heads", parameters.values()) for one in names}
@@ -167,46 +169,46 @@ class Attention:
             if len(call(", ".join([*(named[x] for x in given), *told, f"out={named[out]}"]))) > WIDTH - 4:
                 named[one] = unused(called[one], parameters.values())
         views += assigned((name, one) for one, name in named.items() if name != one)
-        return Text(before=[*views, call(", ".join([*(named[x] for x in given), *told, f"out={named[out]}"]))])
+        return KernelText(before=[*views, call(", ".join([*(named[x] for x in given), *told, f"out={named[out]}"]))])
 
 
-def side(x: Term) -> Side:
+def side(x: Term) -> AttentionOperand:
     """The Side that a term is: an array, its norm, either times numbers."""
     parts = factors(x)
-    numbers = [one for one in parts if not one[1].names]
+    numbers = [one for one in parts if not one[1].axes]
     arrays = [one for how, one in parts if how == "mul" and one.ndim > 1 and along(one)]
     if len(arrays) != 1:
-        return Side(x, [])
-    rest = [one for one in parts if one[1].names and one[1] is not arrays[0]]
+        return AttentionOperand(x, [])
+    rest = [one for one in parts if one[1].axes and one[1] is not arrays[0]]
     if not rest:
-        return Side(arrays[0], numbers)
+        return AttentionOperand(arrays[0], numbers)
     weights = [one for how, one in rest if how == "mul" and one.ndim == 1 and one.operation == "input"]
     scales = [one for one in rest if one[1] not in weights]
     eps = _eps_of(arrays[0], *scales[0]) if len(weights) == len(scales) == 1 else None
-    return Side(x, []) if eps is None else Side(arrays[0], numbers, weights[0], eps)
+    return AttentionOperand(x, []) if eps is None else AttentionOperand(arrays[0], numbers, weights[0], eps)
 
 
 def _eps_of(x: Term, how: str, scale: Term) -> Term | None:
     """The number eps, if `scale` is 1 / sqrt(mean(x * x) + eps); otherwise None."""
-    if (how, scale.operation) not in (("mul", "rsqrt"), ("div", "sqrt")) or scale.of[0].operation != "add":
+    if (how, scale.operation) not in (("mul", "rsqrt"), ("div", "sqrt")) or scale.args[0].operation != "add":
         return None
-    for mean, eps in (scale.of[0].of, scale.of[0].of[::-1]):
-        if mean.operation == "div" and mean.of[0].operation == "sum" and mean.of[1].operation == "length":
-            squares, count = mean.of[0].of[0], mean.of[1]
-            whole = count.what[1] == x.extents[-1]
-            if whole and squares.operation == "mul" and squares.of == (x, x) and not eps.names:
+    for mean, eps in (scale.args[0].args, scale.args[0].args[::-1]):
+        if mean.operation == "div" and mean.args[0].operation == "sum" and mean.args[1].operation == "length":
+            squares, count = mean.args[0].args[0], mean.args[1]
+            whole = count.attr[1] == x.extents[-1]
+            if whole and squares.operation == "mul" and squares.args == (x, x) and not eps.axes:
                 return eps
     return None
 
 
 def on_the_host(x: Term) -> bool:
     """Is the term a number that Python can compute before the launch?"""
-    return not x.names and x.operation in ON_THE_HOST and all(map(on_the_host, x.of))
+    return not x.axes and x.operation in ON_THE_HOST and all(map(on_the_host, x.args))
 
 
 def _numbers(x: Term) -> list[Term]:
     """The arguments that a number is computed from."""
-    return [x] if x.operation == "input" else [found for y in x.of for found in _numbers(y)]
+    return [x] if x.operation == "input" else [found for y in x.args for found in _numbers(y)]
 
 
 def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
@@ -216,7 +218,7 @@ def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
     columns = all(x.extents[-1] % COLUMNS == 0 and x.extents[-1] <= MOST_COLUMNS for x in (q, v))
     *batch, heads = (1, *q.extents[:-2])
     *batch_of_keys, heads_of_keys = (1, *k.extents[:-2])
-    dtypes = {x.what[1] for x in (q, k, v) if x.operation == "input"}
+    dtypes = {x.attr[1] for x in (q, k, v) if x.operation == "input"}
     fitting = heads_of_keys == 1 or (heads_of_keys == heads and root.ndim <= AXES)
     return columns and batch == batch_of_keys and fitting and len(dtypes) <= 1 and dtypes <= {*DTYPES}
 
@@ -224,7 +226,7 @@ def fits(root: Term, q: Term, k: Term, v: Term) -> bool:
 def _with_heads(x: Term, parameters: Mapping[Term, str]) -> str:
     """The expression of an array with the axes for batch and heads that it lacks."""
     if x.operation == "heads":
-        base, heads = (parameters[y] for y in x.of)
+        base, heads = (parameters[y] for y in x.args)
         return f"{base}.reshape(1, {base}.shape[0], {heads}.shape[0], -1).swapaxes(1, 2)"
     name = parameters[x]
     return name if x.ndim >= AXES else f"{name}.reshape({'1, ' * (AXES - x.ndim)}*{name}.shape)"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import terms
 from ..axes import Axis
-from ..module import Text
+from ..module import KernelText
 from ..names import array, unused
 from ..terms import Term
-from ..writing import Writer
-from .attention import Attention
+from ..writing import ExpressionWriter
+from .attention import AttentionCall
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 QUERIES, LEAST, AXES = 128, 512, 3  # of a block; the fewest keys of a part that are worth it; heads, rows, columns
 
 
-class AttentionOfParts(Attention):
+class SplitKVAttention(AttentionCall):
     """Attention computed on `parts` equal parts of the keys, whose results a kernel joins: see the module."""
 
-    launched, early = True, True
+    has_launch, early = True, True
     held: Term  # what is found in each part
     ahead: tuple[Term, ...] = ()
 
@@ -36,7 +36,7 @@ class AttentionOfParts(Attention):
     def of_parts(cls, root: Term, processors: int) -> Iterator[Self]:
         """The kernel that computes a term, if it is attention with too few blocks for all multiprocessors, and with enough
         keys to cut them into equal parts."""
-        for one in cls.serving(root):
+        for one in cls.kernels_for(root):
             heads, queries, _ = one.q.array.extents if one.q.array.ndim == AXES else (processors, 1, 1)
             parts, keys = processors // (heads * -(-queries // QUERIES)), one.k.array.extents[-2]
             parts = 1 << max(0, parts.bit_length() - 1)
@@ -50,23 +50,23 @@ class AttentionOfParts(Attention):
     @property
     def cut(self) -> Any:
         """See Attention."""
-        return self.held.what, self.few
+        return self.held.attr, self.few
 
     @property
     def fixed(self) -> dict[Axis, int]:
         """See Attention. The number of keys must be a multiple of the parts, and the kernel that joins them has all columns of
         v in a tile."""
-        keys, columns = self.k.array.names[-2], self.v.names[-1]
-        known = (keys, 5 * self.held.what), (columns, self.v.extents[-1])
+        keys, columns = self.k.array.axes[-2], self.v.axes[-1]
+        known = (keys, 5 * self.held.attr), (columns, self.v.extents[-1])
         return super().fixed | {axis.root: n for axis, n in known if axis is not None}
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
-        return f"{super().explained()}, for {self.held.what} parts of the keys, which a small kernel joins"
+        return f"{super().describe()}, for {self.held.attr} parts of the keys, which a small kernel joins"
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        writer = Writer({x: parameters[x] for x in self.leaves}, spoken)
+        writer = ExpressionWriter({x: parameters[x] for x in self.leaves}, local_names)
         arrays = parameters[self.q.array], parameters[self.k.array], parameters[self.v]
         names = list(dict.fromkeys(arrays))
         cut = {one: unused(f"{one}_parts", parameters.values()) for one in names}
@@ -81,7 +81,7 @@ class AttentionOfParts(Attention):
             f"{one} = {name}.reshape({name}.shape[0], {parts}.shape[0], -1, {name}.shape[2]).swapaxes(0, 1)"
             for name, one in ((name, cut[name]) for name in dict.fromkeys((k, v)))
         ]
-        text = Text(bounds="32, 1", globals=[f"TILE = rt(16, {-(-self.v.extents[-1] // 16) * 16}, fp32)"])
+        text = KernelText(bounds="32, 1", globals=[f"TILE = rt(16, {-(-self.v.extents[-1] // 16) * 16}, fp32)"])
         lies = array(lse)
         text.kernel = [
             "grid.follow()",

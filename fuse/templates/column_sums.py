@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import terms
 from ..axes import Axis
-from ..module import Text
+from ..module import KernelText
 from ..names import array, unused
 from ..terms import Term
 from .row_map import shares
@@ -23,17 +23,17 @@ class ColumnSums:
     """The kernel that adds up what each block of a row map gathered. roots: the totals, of shape (1, c). leaves: what was
     gathered for each."""
 
-    label, operations, most_rows, launched, early = "totals", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, early = "totals", 0.0, 2**31 - 1, True, True
 
     def __init__(self, roots: Sequence[Term], processors: int):
         self.roots, self.ahead = tuple(roots), list[Term]()
         self.fixed = dict[Axis, int]()
-        self.leaves = tuple([terms.gathered(x.of[0], shares(x.of[0], processors)) for x in roots])
+        self.leaves = tuple([terms.gathered(x.args[0], shares(x.args[0], processors)) for x in roots])
 
     @property
     def cut(self) -> Any:
         """See RowMap."""
-        return [x.what for x in self.leaves]
+        return [x.attr for x in self.leaves]
 
     @property
     def bytes(self) -> float:
@@ -46,15 +46,15 @@ class ColumnSums:
         return self.bytes / 4
 
     def __str__(self):
-        return f"totals of {', '.join(str(x.of[0]) for x in self.roots)}"
+        return f"totals of {', '.join(str(x.args[0]) for x in self.roots)}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
         return "sums over rows, of what each block of the kernel before added up"
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        text, taken = Text(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
+        text, taken = KernelText(bounds="32 * WARPS, 1"), {*parameters.values(), "col", "first", "row", "scratch"}
         pairs = [(parameters[one], parameters[x]) for one, x in zip(self.leaves, self.roots)]
         text.globals = [f"WARPS = {WARPS}", f"SUMS = rt(16, {COLUMNS}, fp32)"]
         text.globals.append("smem = shared(scratch=sv(SUMS.cols * WARPS, fp32))")

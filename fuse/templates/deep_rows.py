@@ -13,7 +13,7 @@ from .. import terms
 from ..axes import Axis
 from ..functions import MAPS
 from ..graph import between, rebuilt
-from ..module import Text
+from ..module import KernelText
 from ..names import unused
 from ..terms import Term, viewed
 from .row_map import KNOWN, RowMap
@@ -24,7 +24,7 @@ class DeepRows:
 
     roots: the terms. inner: the row map. words: {term: the same term of matrices}."""
 
-    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, early = "rows", 0.0, 2**31 - 1, True, True
 
     def __init__(self, roots: Sequence[Term], inner: RowMap, words: Mapping[Term, Term]):
         self.roots, self.inner, self.words = tuple(roots), inner, words
@@ -33,12 +33,12 @@ class DeepRows:
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term], clusters: bool = False) -> DeepRows | None:
         """The kernel that computes these terms from these leaves, None if they are no such terms. clusters: does the card have
         thread block clusters?"""
-        lead = [name and name.root for name in roots[0].names[:-1]]
+        lead = [name and name.root for name in roots[0].axes[:-1]]
         if len(lead) < 2:
             return None
 
         def deep(x: Term) -> bool:
-            return [name and name.root for name in x.names[:-1]] == lead
+            return [name and name.root for name in x.axes[:-1]] == lead
 
         if any(x.operation not in MAPS and x.operation not in KNOWN for x in between(roots, leaves)):
             return None
@@ -46,7 +46,7 @@ class DeepRows:
             return None
         words = {x: terms.rows(x) if x.ndim > 1 else x for x in leaves}
         for x in between(roots, leaves):
-            words[x] = rebuilt(x, [words[y] for y in x.of])
+            words[x] = rebuilt(x, [words[y] for y in x.args])
         inner = RowMap.matches([words[x] for x in roots], [words[x] for x in leaves], clusters)
         return cls(roots, inner, words) if inner else None
 
@@ -68,7 +68,7 @@ class DeepRows:
     @property
     def fixed(self) -> dict[Axis, int]:
         """See RowMap. Extents of 2 or 3 of the leading axes are enough to see that they are not mixed up."""
-        lead = {axis.root: 2 + n for n, axis in enumerate(self.roots[0].names[:-2]) if axis is not None}
+        lead = {axis.root: 2 + n for n, axis in enumerate(self.roots[0].axes[:-2]) if axis is not None}
         return lead | self.inner.fixed
 
     @property
@@ -84,18 +84,18 @@ class DeepRows:
     def __str__(self):
         return f"rows of {', '.join(map(str, self.roots))}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
-        return f"{self.inner.explained()}; leading axes are rows"
+        return f"{self.inner.describe()}; leading axes are rows"
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        parameters, spoken = dict(parameters), {self.words[x]: said for x, said in spoken.items() if x in self.words}
+        parameters, local_names = dict(parameters), {self.words[x]: said for x, said in local_names.items() if x in self.words}
         views = []
         for x, matrix in zip(self.roots, self.inner.roots):
             y = parameters[x]
             parameters[matrix] = unused(f"{y}_rows", parameters.values())
             views.append(f"{parameters[matrix]} = {y}.reshape(-1, {y}.shape[{x.ndim - 1}])")
-        text = self.inner.text(name, parameters, spoken)
+        text = self.inner.text(name, parameters, local_names)
         text.before = [*views, *text.before]
         return text

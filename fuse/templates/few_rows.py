@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..functions import FP8
 from ..graph import is_tile
-from ..module import DTYPES, Text, rendered
+from ..module import DTYPES, KernelText, rendered
 from ..terms import Term, viewed
 from .few_rows_text import gaps
-from .found import Weight, extended
+from .found import Weight, find_extension
 from .product import Product
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ ROOM = 222 * 2**10  # bytes of shared memory for rings and what else there is
 ITEM, MOST_SLOTS = 2, 12  # bytes of an operand's element; slots of a ring
 
 
-class Schedule(NamedTuple):
+class FewRowsSchedule(NamedTuple):
     """How a kernel is cut into tiles. rows: rows of x in a tile, 16, 32 or 64. columns: columns of weights in a block's tile,
     64 for each of its consumers. depth: the extent of a ring's slot along k. blocks: how many blocks a cluster has, each with
     a part of k. stages, ahead: the slots of a ring of weights, and of the ring of x."""
@@ -63,8 +63,12 @@ class FewRows(Product):
         """Are the weights of all products fp8, with (n, k) in memory, and nothing else fp8? The kernel then widens them to 16
         bits in registers."""
         others = [self.x, *self.vectors, *(w.array for pair in self.narrow.values() for w in pair)]
-        wide = not any(viewed(x).held_as("") == FP8 for x in others)
-        return wide and not self.extension and all(w.turned and w.array.held_as("") == FP8 for w in self.products.values())
+        wide = not any(viewed(x).stored_dtype("") == FP8 for x in others)
+        return (
+            wide
+            and not self.extension
+            and all(w.transposed and w.array.stored_dtype("") == FP8 for w in self.products.values())
+        )
 
     @property
     def prepared(self) -> bool:
@@ -95,10 +99,10 @@ class FewRows(Product):
     @property
     def rank(self) -> int:
         """The columns of the narrow product, rounded up to 16, beyond which TMA loads zeros; 0 if there is no such product."""
-        return max((-(-x.of[0].extents[1] // 16) * 16 for x in self.narrow), default=0)
+        return max((-(-x.args[0].extents[1] // 16) * 16 for x in self.narrow), default=0)
 
     @functools.cached_property
-    def schedule(self) -> Schedule | None:
+    def schedule(self) -> FewRowsSchedule | None:
         """How the product is cut into tiles, None if it does not fit. Two rates limit it: the bandwidth of memory, and how
         much one multiprocessor takes in, weights and rows of x together. Wide tiles read x less often; narrow tiles, and parts
         of k, keep more multiprocessors busy. A block has all shared memory of its multiprocessor."""
@@ -134,7 +138,7 @@ class FewRows(Product):
         warp for each band of rows."""
         return max(2, 64 // rows) if rows < MOST_ROWS else 4
 
-    def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> Schedule | None:
+    def _rings(self, rows: int, columns: int, depth: int, blocks: int) -> FewRowsSchedule | None:
         """The schedule with as many slots as there is room for, None if there is no room. The rings of x and of prepared rows
         get as many slots as the weights' where possible, because a weight waits in its slot for its part of x."""
         count, turns = len(self.products), 64 // rows if self.prepared else 1  # warps take turns with slots of x
@@ -152,7 +156,7 @@ class FewRows(Product):
             for stages in range(1, min(steps, MOST_SLOTS) + 1)
             if stages * slot + ahead * beside <= room
         ]
-        return Schedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
+        return FewRowsSchedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
 
     @property
     def cut(self) -> Any:
@@ -164,7 +168,7 @@ class FewRows(Product):
         return self.schedule.rows if self.schedule else 0
 
     @classmethod
-    def serving(cls, root: Term, processors: int) -> Iterator[Self]:
+    def kernels_for(cls, root: Term, processors: int) -> Iterator[Self]:
         """The kernels that compute a term, on a card with so many multiprocessors."""
         for kernel in (more for one in cls.matches(root) for more in one.with_extension()):
             kernel.processors = processors
@@ -179,16 +183,16 @@ class FewRows(Product):
         yield self
         if not self.prepared and len(self.products) == 1 and self.root.ndim == 2:
             ((product, weight),) = self.products.items()
-            rest = {y: Weight.of(y.of[1]) for y in self.others if y.operation == "matmul"}
-            found = extended(self.root, product, weight, rest)
+            rest = {y: Weight.of(y.args[1]) for y in self.others if y.operation == "matmul"}
+            found = find_extension(self.root, product, weight, rest)
             if found and is_tile(found.weight.array):
-                others = [y for y in self.others if y not in found.joint.of]
+                others = [y for y in self.others if y not in found.joint.args]
                 yield type(self)(self.root, self.x, self.operand, self.products, {}, [], others, found)
 
     @classmethod
-    def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+    def adjacent_kernels_for(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """The kernels that compute several products with one left factor."""
-        yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors) if not one.extension))
+        yield from filter(None, (one.sharing(roots) for one in cls.kernels_for(roots[0], processors) if not one.extension))
 
     def sharing(self, roots: tuple[Term, ...]) -> Self | None:
         """See Product. The schedule was made for the first product alone; if its rows stand upright, which only a single
@@ -201,7 +205,7 @@ class FewRows(Product):
     def __str__(self):
         return f"few rows of {', '.join(map(str, self.roots))}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
         s = self.schedule
         assert s
@@ -211,6 +215,6 @@ class FewRows(Product):
         told += ["fp8 becomes 16 bits in registers"] * self.widens
         return ", ".join([*told, *self.riding])
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        return rendered("few_rows.jinja", gaps(self, parameters, spoken))
+        return rendered("few_rows.jinja", gaps(self, parameters, local_names))

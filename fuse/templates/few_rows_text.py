@@ -10,7 +10,7 @@ from ..module import DTYPES
 from ..names import array
 from ..terms import Term, viewed
 from .found import Weight
-from .product_text import Named, Part, Words, extent, index, lead, reading
+from .product_text import AdjacentProduct, KernelArray, ProductWriter, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from .few_rows import FewRows
@@ -20,7 +20,7 @@ NAMES = (
 )  # ours
 
 
-class Streamed(NamedTuple):
+class StreamedWeight(NamedTuple):
     """A weight that comes through a ring. ring, array: the names of the ring and of the kernel's parameter. tile: the name of
     its type. turned: see Weight. acc: the accumulator of its product. parts, full: the shared memory and the barrier for what
     other blocks of the cluster send of that product. lead: see Named. upright: see FewRows."""
@@ -28,7 +28,7 @@ class Streamed(NamedTuple):
     ring: str
     array: str
     tile: str
-    turned: bool
+    transposed: bool
     acc: str = ""
     parts: str = ""
     full: str = ""
@@ -38,29 +38,29 @@ class Streamed(NamedTuple):
     @property
     def form(self) -> str:
         """The letters of the product's op: y.T = w.T @ u.T, or y = u @ w."""
-        return "ABt" if self.turned else "AB" if self.upright else "AtBt"
+        return "ABt" if self.transposed else "AB" if self.upright else "AtBt"
 
     def factors(self, u: str, i: str) -> str:
         """The expressions of the i-th tiles of both factors, the left one first."""
         if not self.upright:
             return f"{self.mine(i)}, {u}.wait({i})"
         tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
-        return f"{u}.wait({i}), {tile if self.turned else f'cluster.own({tile})'}"
+        return f"{u}.wait({i}), {tile if self.transposed else f'cluster.own({tile})'}"
 
     def mine(self, i: str) -> str:
         """The expression of the consumer's part of the i-th tile."""
-        return f"subtile({self.ring}.wait({i}), {'64' if self.turned else 'DEPTH, 0, 64'}, me)"
+        return f"subtile({self.ring}.wait({i}), {'64' if self.transposed else 'DEPTH, 0, 64'}, me)"
 
     @classmethod
-    def of(cls, weight: Weight, parameters: dict[Term, str], apart: bool = False, upright: bool = False) -> Streamed:
+    def of(cls, weight: Weight, parameters: dict[Term, str], apart: bool = False, upright: bool = False) -> StreamedWeight:
         """The Streamed of a weight. apart: are there several products, whose names must differ?"""
         name = parameters[weight.array]
         mark = f"{name}_" if apart else ""
         of_product = f"acc_{name}" if apart else "acc", f"{mark}parts", f"{mark}full"
-        return cls(name, array(name), name.upper(), weight.turned, *of_product, lead(weight.array), upright)
+        return cls(name, array(name), name.upper(), weight.transposed, *of_product, lead(weight.array), upright)
 
 
-class Side(NamedTuple):
+class ClusterRowSum(NamedTuple):
     """A sum of rows that is computed alongside the product. inner: the expression of what is summed. parts, known: the shared
     memory and the barrier for what other blocks of the cluster send of it."""
 
@@ -70,17 +70,17 @@ class Side(NamedTuple):
     known: str
 
 
-class Narrow(NamedTuple):
+class NarrowProductStream(NamedTuple):
     """A narrow product that is computed alongside, `first`, and the matrix that it is multiplied by, `second`. rank: its
     columns. scaled: the expression of the narrow product as it goes on."""
 
     rank: int
-    first: Streamed
-    second: Streamed
+    first: StreamedWeight
+    second: StreamedWeight
     scaled: str
 
 
-class Vector(NamedTuple):
+class VectorStream(NamedTuple):
     """A vector along k that comes through a ring beside x. row: what it is called once it is read. at: the coordinates of its
     i-th part for TMA."""
 
@@ -92,18 +92,18 @@ class Vector(NamedTuple):
     at: str
 
     @classmethod
-    def of(cls, x: Term, name: str) -> Vector:
-        dtype = DTYPES.get(viewed(x).what[1], "fp32")
+    def of(cls, x: Term, name: str) -> VectorStream:
+        dtype = DTYPES.get(viewed(x).attr[1], "fp32")
         return cls(name, array(name), name.upper(), dtype, f"{name}_row", index(x, "0", "first + i"))
 
 
-def gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
+def gaps(kernel: FewRows, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
     """What fills the gaps of few_rows.jinja, by name."""
-    dtype, words = DTYPES[kernel.dtype], Words(kernel, parameters, spoken, NAMES)
-    x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
+    dtype, words = DTYPES[kernel.dtype], ProductWriter(kernel, parameters, local_names, NAMES)
+    x = KernelArray(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     upright, several = kernel.upright, len(kernel.products) > 1
-    products = [Streamed.of(w, parameters, several, upright) for w in kernel.products.values()]
-    vectors = [Vector.of(v, parameters[v]) for v in kernel.vectors]
+    products = [StreamedWeight.of(w, parameters, several, upright) for w in kernel.products.values()]
+    vectors = [VectorStream.of(v, parameters[v]) for v in kernel.vectors]
 
     # what the preparer does
     inside = {kernel.x: "tile"} | {v: one.row for v, one in zip(kernel.vectors, vectors)}
@@ -111,14 +111,16 @@ def gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) 
     band = dtype if kernel.plain and not kernel.sides else "fp32"
     if kernel.narrow and band == "fp32":
         prologue, operand = [*prologue, f"made = {dtype}({operand})"], "made"
-    sides = [Side(*one, f"{one[0]}_parts", f"known_{n}" if n > 1 else "known") for n, one in enumerate(summed, 1)]
+    sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"known_{n}" if n > 1 else "known") for n, one in enumerate(summed, 1)]
 
     # what is made of it
     narrow = None
     if kernel.narrow:
         ((first, second),) = kernel.narrow.values()
         scaled = words.narrow("product", products[0].acc)
-        narrow = Narrow(kernel.rank, Streamed.of(first, parameters), Streamed.of(second, parameters), scaled)
+        narrow = NarrowProductStream(
+            kernel.rank, StreamedWeight.of(first, parameters), StreamedWeight.of(second, parameters), scaled
+        )
     known = {p: s.acc for p, s in zip(kernel.products, products)}
     extension = kernel.extension
     if extension:
@@ -136,7 +138,7 @@ def gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) 
     opened += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
     told = [(x.array, f"tensor({x.name}, X)"), *((v.array, f"tensor({v.name}, {v.tile})") for v in vectors)]
     told += [(r.array, f"tensor({r.ring}, {r.tile})") for r in rings]
-    if narrow and not narrow.second.turned:
+    if narrow and not narrow.second.transposed:
         told[-1] = narrow.second.array, f"tensor({narrow.second.ring}, st(RANK, COLUMNS, {dtype}))"
     if extension:
         left, right = parameters[extension.left], parameters[extension.weight.array]
@@ -144,7 +146,7 @@ def gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) 
     result, wide, batch = parameters[kernel.root], extent(kernel.x, x.name, -1), kernel.batch is not None
     counted = f"-(-{extent(kernel.root, result, -1)} // COLUMNS) * BLOCKS"
     blocks = f"(blocks, {result}.shape[0])" if batch else "blocks"
-    parts = Part.of(kernel, parameters)
+    parts = AdjacentProduct.of(kernel, parameters)
     told += [(array(part.weight), f"tensor({part.weight}, {products[0].tile})") for part in parts[1:]]
     told += [(array(parameters[y]), parameters[y]) for y in (*kernel.others, *kernel.roots)]
     told += words.kept.arguments if words.kept else []
@@ -159,12 +161,12 @@ def gaps(kernel: FewRows, parameters: dict[Term, str], spoken: dict[Term, str]) 
     assert s
     weights = "fp8e4m3" if kernel.widens else dtype
     types = [("X", f"st(ROWS, DEPTH, {dtype})")]
-    types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.turned else 'DEPTH, COLUMNS'}, {weights})") for p in products]
+    types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.transposed else 'DEPTH, COLUMNS'}, {weights})") for p in products]
     types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
     types += [("BAND", f"rt(16, DEPTH, {band})")] if kernel.prepared else []
     if narrow:
-        thin = "RANK, DEPTH" if narrow.first.turned else "DEPTH, RANK"
-        back = "COLUMNS, RANK" if narrow.second.turned else "TURNS * RANK, COLUMNS"
+        thin = "RANK, DEPTH" if narrow.first.transposed else "DEPTH, RANK"
+        back = "COLUMNS, RANK" if narrow.second.transposed else "TURNS * RANK, COLUMNS"
         types += [("RANK", f"{narrow.rank}"), (narrow.first.tile, f"st({thin}, {dtype})")]
         types += [(narrow.second.tile, f"st({back}, {dtype})")]
         types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
@@ -194,7 +196,7 @@ def _read(y: Term, name: str) -> str:
     """The expression that reads another operand of the epilogue, transposed as the accumulator is."""
     if y.operation == "spread":
         return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"
-    if not any(y.names[-2:]):
+    if not any(y.axes[-2:]):
         return reading(y, name, "", "", "")
     if is_tile(y):
         return f"transpose(load({name}, rt(ROWS, 16, fp32), {index(y, '0', 'mine')}))"

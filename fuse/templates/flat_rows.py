@@ -8,11 +8,11 @@ from ..graph import along, is_tile
 from ..module import one_number
 from ..names import array
 from ..terms import Term
-from .folded_rows import FOLD, Folded
+from .folded_rows import FOLD, FoldedRows
 from .row_map_text import FOLLOW
 
 
-class Flat(Folded):
+class ElementwiseRows(FoldedRows):
     """Maps without reductions: a warp works on a piece of a row, and no warp waits for another."""
 
     part, warps = 32, 8
@@ -27,10 +27,10 @@ class Flat(Folded):
         text.globals += [f"PART = rt({FOLD}, {self.part}, {kernel.dtype})  # a warp's, lines of a row"]
         warp = "int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // 32)"
         text.kernel += [FOLLOW, f"row, piece = divmod({warp}, pieces)", "line = PART.rows * piece"]
-        text.kernel += [self.load(n) for n in numbers if n.ndim and not n.names[0]]
+        text.kernel += [self.load(n) for n in numbers if n.ndim and not n.axes[0]]
         body = [f"{name[t]} = {self.widened(self.loaded(t, 'row, line, 0'))}" for t in tiles]
         body += [f"{name[v]} = {self.widened(self.loaded(v, 'line, 0'))}" for v in vectors]
-        body += [self.load(n) for n in numbers if n.ndim and n.names[0]]
+        body += [self.load(n) for n in numbers if n.ndim and n.axes[0]]
         body += self.stores("row, line, 0", "store_unordered" if self.unordered else "store")
         text.kernel += ["if row < rows:", *(f"    {line}" for line in body)]
         x = name[tiles[0]]
@@ -43,6 +43,6 @@ class Flat(Folded):
 
     def load(self, x: Term) -> str:
         """The line that reads a leaf. If it is one number for each row, that of the warp's row."""
-        if not x.names[0]:
+        if not x.axes[0]:
             return super().load(x)
-        return f"{self.parameters[x]} = {one_number(array(self.parameters[x]), 'row, 0', x.held_as(''))}"
+        return f"{self.parameters[x]} = {one_number(array(self.parameters[x]), 'row, 0', x.stored_dtype(''))}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..graph import along, is_tile
 from ..names import array
 from ..terms import Term
-from .row_map_text import FOLLOW, NOTHING, Writing
+from .row_map_text import FOLLOW, NOTHING, RowMapWriter
 
 FOLD = 16  # lines of a warp's tile
 REGISTERS = 2048  # of a multiprocessor, for each lane of a warp
@@ -22,7 +22,7 @@ def resident(registers: int) -> int:
     return 4 * (REGISTERS // 4 // registers)
 
 
-class Folded(Writing):
+class FoldedRows(RowMapWriter):
     """A row is a tile: a block works on one row at a time, and the next one is loaded meanwhile. part: the columns of a line;
     a warp has 16 lines of a row, one behind the other in memory."""
 
@@ -35,7 +35,7 @@ class Folded(Writing):
         into = array(self.parameters[x])
         if is_tile(x):
             return super().store(x, written, at, store)
-        if x.held_as(self.kernel.dtype) in ("fp32", "float32"):
+        if x.stored_dtype(self.kernel.dtype) in ("fp32", "float32"):
             return ["if line == 0:", f"    {into}[row, 0] = {written}"]
         return ["if line == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + ({written}), (row, 0), cols=1)"]
 
@@ -84,7 +84,7 @@ class Folded(Writing):
 
     def folded(self, x: Term, fold: str = "tile") -> str:
         """See Writing. Beyond a row's end there are whole lines to cut off."""
-        written = self.writer.expression(x.of[0])
+        written = self.writer.expression(x.args[0])
         if self.kernel.filled(x):
             written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
         return f"{fold}_{x.operation}({written})"
@@ -132,14 +132,14 @@ class Folded(Writing):
         text.launch = f"tiles.persistent_blocks(rows, {x}, BLOCKS)"
 
 
-class Slim(Folded):
+class NarrowFoldedRows(FoldedRows):
     """Folded rows with half as many columns for each warp, for widths at which this leaves fewer warps idle."""
 
     part = 32
     columns = FOLD * part
 
 
-class Alone(Folded):
+class SingleRows(FoldedRows):
     """A row is a tile, and a block has no other: while one of the many small blocks waits, others work."""
 
     part = 32

@@ -18,11 +18,11 @@ class Weight(NamedTuple):
     """A weight as it lies in memory: (k, n), or if it is `turned` (n, k)."""
 
     array: Term
-    turned: bool
+    transposed: bool
 
     @classmethod
     def of(cls, x: Term) -> Weight:
-        return cls(x.of[0], True) if x.operation == "transpose" else cls(x, False)
+        return cls(x.args[0], True) if x.operation == "transpose" else cls(x, False)
 
 
 class Extension(NamedTuple):
@@ -39,30 +39,30 @@ class Extension(NamedTuple):
         return self.left.extents[1] <= NARROW
 
 
-def extended(root: Term, product: Term, weight: Weight, rest: Mapping[Term, Weight]) -> Extension | None:
+def find_extension(root: Term, product: Term, weight: Weight, rest: Mapping[Term, Weight]) -> Extension | None:
     """The extension by which another product is added to this one, if there is such a product and its weights lie in memory as
     this one's do. rest: {product: its weight}, those that may be added."""
     for other, its in rest.items():
         for x in between([root], [product, other]):
-            if x.operation == "add" and product in x.of and other in x.of and its.turned == weight.turned:
-                return Extension(x, other.of[0], its)
+            if x.operation == "add" and product in x.args and other in x.args and its.transposed == weight.transposed:
+                return Extension(x, other.args[0], its)
     return None
 
 
-def found_in(*roots: Term) -> Found | None:
+def match_products(*roots: Term) -> ProductMatch | None:
     """What a walk down from these terms finds; None if there is no product, or something that an epilogue cannot compute."""
-    found = Found()
+    found = ProductMatch()
     if any(root.operation in CASTS for root in roots):  # results have the operands' dtype
         return None
     if not all(map(is_tile, roots)) or not found.epilogue(roots) or not (found.products or found.narrow):
         return None
     if len(found.chosen) > 1:
         return None
-    stacks = {y.of[1] for y in found.others if y.operation == "spread"}
+    stacks = {y.args[1] for y in found.others if y.operation == "spread"}
     return found if len(stacks) < 2 and all(x.extents[1] % PART == 0 for x in stacks) else None
 
 
-class Found:
+class ProductMatch:
     """What a walk down from a term finds: products with their weights, narrow products, reductions, and other terms that are
     read."""
 
@@ -79,18 +79,18 @@ class Found:
         return [*self.products.values(), *(w for pair in self.narrow.values() for w in pair)]
 
     @property
-    def apart(self) -> Found:
+    def apart(self) -> ProductMatch:
         """The same, with narrow products read from memory and multiplied like any other matrix."""
-        other = Found()
+        other = ProductMatch()
         other.products = self.products | {x: second for x, (_, second) in self.narrow.items()}
         other.reductions, other.others = self.reductions, self.others
         return other
 
-    def of(self, operand: Term) -> Found:
+    def of(self, operand: Term) -> ProductMatch:
         """The same with the products of this operand only; the others are read from memory."""
-        part = Found()
-        part.products = {x: w for x, w in self.products.items() if x.of[0] is operand}
-        part.narrow = {x: pair for x, pair in self.narrow.items() if x.of[0].of[0] is operand}
+        part = ProductMatch()
+        part.products = {x: w for x, w in self.products.items() if x.args[0] is operand}
+        part.narrow = {x: pair for x, pair in self.narrow.items() if x.args[0].args[0] is operand}
         part.reductions, part.others = self.reductions, [*self.others]
         part.others += [x for x in (*self.products, *self.narrow) if x not in part.products and x not in part.narrow]
         return part
@@ -104,21 +104,21 @@ class Found:
                 continue
             seen.add(x)
             if x.operation == "matmul":
-                a, w = x.of
+                a, w = x.args
                 if a.operation == "matmul" and x.ndim == 2 and a.extents[1] <= NARROW:
-                    self.narrow[x] = Weight.of(a.of[1]), Weight.of(w)
+                    self.narrow[x] = Weight.of(a.args[1]), Weight.of(w)
                 else:
                     self.products[x] = Weight.of(w)
             elif x.operation in ("sum", "max"):
                 self.reductions.append(x)
-            elif not x.of or x.operation in ("flat", "spread"):
+            elif not x.args or x.operation in ("flat", "spread"):
                 self.others.append(x)
             elif x.operation in MAPS:
-                stack.extend(reversed(x.of))
+                stack.extend(reversed(x.args))
             elif x.operation == "among":
-                stack.append(x.of[0])
+                stack.append(x.args[0])
             elif x.operation == "is_column":
-                self.chosen.add(x.of[0])
+                self.chosen.add(x.args[0])
             else:
                 return False
         return True
@@ -127,8 +127,8 @@ class Found:
 def known_length(x: Term, arrays: Iterable[Term]) -> tuple[Term, int] | None:
     """(an array, its axis) among these arrays whose axis has this length; None if there is none."""
     for y in arrays:
-        for n, axis in enumerate(y.names):
-            if axis is not None and axis.root is x.what[0].root:
+        for n, axis in enumerate(y.axes):
+            if axis is not None and axis.root is x.attr[0].root:
                 return y, n
     return None
 
@@ -142,11 +142,11 @@ def base(x: Term) -> Term | None:
         if y in seen:
             continue
         seen.add(y)
-        of_rows = y.ndim >= 2 and y.names[-2] is not None
+        of_rows = y.ndim >= 2 and y.axes[-2] is not None
         if y.operation in MAPS and (is_tile(y) or not of_rows):
-            stack.extend(y.of)
+            stack.extend(y.args)
         elif is_tile(y):
             found.add(y)
-        elif of_rows or (y.ndim and not along(y)) or (y.of and y.operation not in MAPS and y.operation != "flat"):
+        elif of_rows or (y.ndim and not along(y)) or (y.args and y.operation not in MAPS and y.operation != "flat"):
             return None
     return found.pop() if len(found) == 1 else None

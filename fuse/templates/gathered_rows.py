@@ -7,10 +7,10 @@ from __future__ import annotations
 from ..graph import along
 from ..names import array
 from ..terms import Term
-from .folded_rows import FOLD, Folded
+from .folded_rows import FOLD, FoldedRows
 
 
-class Gathered(Folded):
+class SummedRows(FoldedRows):
     """Rows one after the other, and sums over all rows that a block works on. The sums stay in registers until they are
     written, or in shared memory if the map takes all registers. They are written in the order in which their columns were
     read, unordered, and column_sums.py reads them in that order. Vectors are read anew for each row, from L1, because no
@@ -47,7 +47,7 @@ class Gathered(Folded):
         """The lines that store a result. Sums over rows are not stored for each row: they stay where they are added up."""
         if x not in self.kernel.sums:
             return super().store(x, written, at, store)
-        name, found = self.parameters[x], f"{self.held(x)} + {self.writer.expression(x.of[0])}"
+        name, found = self.parameters[x], f"{self.held(x)} + {self.writer.expression(x.args[0])}"
         return [f"store({name}, {found})" if self.apart else f"{name} = {found}"]
 
     def rounded(self, x: Term, store: str) -> str:

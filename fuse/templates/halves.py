@@ -21,10 +21,10 @@ from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import MAPS
 from ..graph import along, between
-from ..module import Text
+from ..module import KernelText
 from ..names import array, unused
 from ..terms import Term
-from ..writing import Writer
+from ..writing import ExpressionWriter
 from .folded_rows import resident
 from .row_map import SIXTEEN
 from .row_map_text import FOLLOW
@@ -49,17 +49,17 @@ class Halves:
     in it whole. read: the halves of arrays, and the whole arrays, that are read. sums: {sum of a row: what is summed, of each
     half}. axis: the root's axis that counts rows. held: the dtype of results that are no casts. wgmma: see Card."""
 
-    label, operations, most_rows, launched, early = "halves", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, early = "halves", 0.0, 2**31 - 1, True, True
     ahead: Sequence[Term] = ()
 
     def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int, wgmma: bool):
         self.roots, self.parts, self.read, self.sums, self.axis, self.wgmma = (root,), parts, read, sums, axis, wgmma
-        self.held = terms.SPACES[-1].dtype
+        self.held = terms.TABLES[-1].dtype
 
     @classmethod
-    def serving(cls, root: Term, wgmma: bool) -> Iterator[Self]:
+    def kernels_for(cls, root: Term, wgmma: bool) -> Iterator[Self]:
         """The kernels that compute a term. wgmma: see Card."""
-        parts = root.of if root.operation == "concat" else (root,)
+        parts = root.args if root.operation == "concat" else (root,)
         if root.operation in MAPS and any(x.operation == "concat" for x in between([root], _not_maps(root), True)):
             parts = _half(root, 0), _half(root, 1)  # of what stands side by side, and what has as many columns
         if 2 <= root.ndim <= 2 + len(PLACES) and along(root) and all(map(_halved, parts)):
@@ -72,7 +72,7 @@ class Halves:
         read, sums = _read(parts)
         summed = [x for some in sums.values() for x in some]
         inside = between([*parts, *summed], [*read, *sums])
-        if len({(x.extents, x.names[-1] and x.names[-1].root) for x in parts}) != 1 or len(parts) > 2:
+        if len({(x.extents, x.axes[-1] and x.axes[-1].root) for x in parts}) != 1 or len(parts) > 2:
             return
         if any(x.operation not in MAPS and x.operation not in ("number", "length") for x in inside):
             return
@@ -80,10 +80,10 @@ class Halves:
             return
         if sums and parts[0].extents[-1] > MOST_COLUMNS:
             return
-        if len({x.names[-1] and x.names[-1].root for x in (parts[0], *read) if x.ndim}) != 1:
+        if len({x.axes[-1] and x.axes[-1].root for x in (parts[0], *read) if x.ndim}) != 1:
             return
-        tiles = [x for x in read if x.ndim > 1 and any(x.names[:-1])]
-        shared = [n for n in range(-root.ndim, -1) if all(x.ndim >= -n and x.names[n] is not None for x in tiles)]
+        tiles = [x for x in read if x.ndim > 1 and any(x.axes[:-1])]
+        shared = [n for n in range(-root.ndim, -1) if all(x.ndim >= -n and x.axes[n] is not None for x in tiles)]
         if tiles and shared:
             yield cls(root, parts, read, sums, shared[-1], wgmma)
 
@@ -133,21 +133,21 @@ class Halves:
     def lead(self) -> dict[int, str]:
         """The axes of the root ahead of its rows and columns, and what the kernel calls them."""
         lead = [n for n in range(-self.root.ndim, -1) if n != self.axis]
-        return {n: name for n, name in zip(lead, [*PLACES][-len(lead) :]) if self.root.names[n] is not None}
+        return {n: name for n, name in zip(lead, [*PLACES][-len(lead) :]) if self.root.axes[n] is not None}
 
     @property
     def unordered(self) -> bool:
         """May columns be read in the order in which they lie, 16 bytes a lane? They may if all that is read and written has 16
         bits."""
-        held = {_array(x).held_as(self.held) for x in self.read if x.ndim} | {self.root.held_as(self.held)}
+        held = {_array(x).stored_dtype(self.held) for x in self.read if x.ndim} | {self.root.stored_dtype(self.held)}
         return held <= {*SIXTEEN}
 
     @property
     def fixed(self) -> dict[Axis, int]:
         """The extents that a proof must use. 2 or 3 of each leading axis are enough to see that they are not mixed up; a half
         that is one tile must be no wider."""
-        lead = {axis.root: 2 + n for n, axis in enumerate(self.root.names[at] for at in self.lead) if axis is not None}
-        half = self.parts[0].names[-1]
+        lead = {axis.root: 2 + n for n, axis in enumerate(self.root.axes[at] for at in self.lead) if axis is not None}
+        half = self.parts[0].axes[-1]
         return lead | ({half.root: self.width} if half is not None and self.width <= self.columns else {})
 
     @property
@@ -163,20 +163,20 @@ class Halves:
     def __str__(self):
         return f"halves of {self.root}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
         summed = "are read for the sums first" if self.looped else "are one tile each"
         return f"a map of halves of rows, {f'which {summed}' if self.sums else 'element by element'}"
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        y, text = parameters[self.root], Text(bounds="32 * WARPS, BLOCKS")
+        y, text = parameters[self.root], KernelText(bounds="32 * WARPS, BLOCKS")
         split, taken = {x for x in self.read if x.operation == "half"}, set(parameters.values())
         names = {}
         for x in self.read:
             its = parameters[_array(x)]
-            names[x] = unused(f"{its}_{x.what + 1}", taken) if x in split else its
-        writer = Writer(names, spoken)
+            names[x] = unused(f"{its}_{x.attr + 1}", taken) if x in split else its
+        writer = ExpressionWriter(names, local_names)
 
         at = self.lead | {self.axis: "row"}
         text.globals = [f"WARPS, BLOCKS = {WARPS}, {self.blocks}  # of a block, of a multiprocessor"]
@@ -191,7 +191,7 @@ class Halves:
             loop = ["for col in range(0, width, TILE.cols):"] * self.looped
             return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
 
-        first = next(x.of[0] for x in self.read if x in split)
+        first = next(x.args[0] for x in self.read if x in split)
         text.kernel += self.lengths(writer, f"{array(parameters[first])}.shape[{first.ndim}]")
         body = list[str]()
         for x, some in self.sums.items():
@@ -218,7 +218,7 @@ class Halves:
         text.launch = "-(-warps // WARPS), 32 * WARPS, early=True"
         return text
 
-    def place(self, text: Text, y: str) -> list[str]:
+    def place(self, text: KernelText, y: str) -> list[str]:
         """The lines that compute where a warp's tile is. Warps are counted by bands of rows, then by leading axes, then by
         pieces of the columns. `text` gets the counts that the launch must compute for this: of all of these but bands, and of
         warps."""
@@ -236,13 +236,13 @@ class Halves:
         row = f"TILE.rows * {number}"
         return [*lines, f"row, col = {row}, TILE.cols * piece" if "piece" in inner else f"row = {row}"]
 
-    def lengths(self, writer: Writer, extent: str) -> list[str]:
+    def lengths(self, writer: ExpressionWriter, extent: str) -> list[str]:
         """The lines that compute how many columns a half and a row have, if something asks for it. extent: the expression of a
         half's."""
-        half = self.parts[0].names[-1]
+        half = self.parts[0].axes[-1]
         for x in self.inside:
             if x.operation == "length":
-                whole = x.what[0] is None or half is None or x.what[0].root is not half.root
+                whole = x.attr[0] is None or half is None or x.attr[0].root is not half.root
                 writer.names[x] = "columns" if whole else "width"
         asked = {*writer.names.values(), *["width"] * self.looped}
         lengths = {"width": extent, "columns": f"2 * {'width' if self.looped else extent}"}
@@ -250,14 +250,14 @@ class Halves:
 
     def load(self, x: Term, name: str, at: dict[int, str]) -> str:
         """The expression that reads a tile, or a vector along the columns."""
-        place, rows = self.where(x, at, x.what if x.operation == "half" else None)
-        of_rows = x.ndim >= -self.axis and x.names[self.axis] is not None
+        place, rows = self.where(x, at, x.attr if x.operation == "half" else None)
+        of_rows = x.ndim >= -self.axis and x.axes[self.axis] is not None
         return f"load{'_unordered' * self.unordered}({name}, TILE{'' if of_rows else '.row_vec'}, {place}{rows * of_rows})"
 
     def where(self, x: Term, at: dict[int, str], half: int | None) -> tuple[str, str]:
         """(the coordinates of a tile of an array, of one half of its columns or of all; the keyword argument that says which
         of its axes counts the rows, "" if it is the last but one)"""
-        places = [at[n] if x.names[n] is not None else "0" for n in range(-x.ndim, -1)]
+        places = [at[n] if x.axes[n] is not None else "0" for n in range(-x.ndim, -1)]
         places += [] if half is None else [str(half)]
         rows, col = x.ndim + self.axis, "col" if self.width > self.columns else "0"
         return f"({', '.join([*places, col])}{',' * (not places)})", "" if rows == len(places) - 1 else f", rows={rows}"
@@ -268,9 +268,9 @@ def _half(x: Term, which: int) -> Term:
     parts where these stand side by side."""
     if not along(x):
         return x
-    if x.operation == "concat" and len(x.of) == 2 and x.of[0].extents == x.of[1].extents:
-        return x.of[which]
-    return terms.apply(x.operation, *[_half(y, which) for y in x.of]) if x.operation in MAPS else terms.half(x, which)
+    if x.operation == "concat" and len(x.args) == 2 and x.args[0].extents == x.args[1].extents:
+        return x.args[which]
+    return terms.apply(x.operation, *[_half(y, which) for y in x.args]) if x.operation in MAPS else terms.half(x, which)
 
 
 def _not_maps(root: Term) -> list[Term]:
@@ -285,7 +285,7 @@ def _maps(root: Term) -> set[Term]:
         x = stack.pop()
         if x not in found and (x.operation in MAPS or x.operation == "half"):
             found.add(x)
-            stack += x.of
+            stack += x.args
     return found
 
 
@@ -298,15 +298,15 @@ def _of_halves(root: Term) -> Term:
     """The same term, with halves taken of arrays only and not of maps."""
     maps, made = _maps(root), dict[Term, Term]()
     for x in graph.walk(root):
-        of = [made.get(y, y) for y in x.of]
-        made[x] = x if x not in maps else _half(of[0], x.what) if x.operation == "half" else terms.apply(x.operation, *of)
+        of = [made.get(y, y) for y in x.args]
+        made[x] = x if x not in maps else _half(of[0], x.attr) if x.operation == "half" else terms.apply(x.operation, *of)
     return made[root]
 
 
 def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
     """(what the parts read: arrays, numbers and halves of arrays; {sum of a row: what is summed}, each after the sums that it
     needs)"""
-    columns, found, sums = parts[0].names[-1], dict[Term, None](), Sums()
+    columns, found, sums = parts[0].axes[-1], dict[Term, None](), Sums()
     stack, seen = [*parts][::-1], set[Term]()
     while stack:
         x = stack.pop()
@@ -314,11 +314,11 @@ def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
             continue
         seen.add(x)
         if x.operation in MAPS:
-            stack += x.of[::-1]
+            stack += x.args[::-1]
         elif x.operation == "sum":
-            axis = x.of[0].names[-1]
+            axis = x.args[0].axes[-1]
             of_half = axis is not None and columns is not None and axis.root is columns.root
-            sums[x] = x.of if of_half else (_half(x.of[0], 0), _half(x.of[0], 1))
+            sums[x] = x.args if of_half else (_half(x.args[0], 0), _half(x.args[0], 1))
             stack += sums[x][::-1]
         elif x.operation not in ("number", "length"):
             found[x] = None
@@ -328,7 +328,7 @@ def _read(parts: tuple[Term, ...]) -> tuple[list[Term], Sums]:
 
 def _array(x: Term) -> Term:
     """The array that must be in memory for this to be read."""
-    return x.of[0] if x.operation == "half" else x
+    return x.args[0] if x.operation == "half" else x
 
 
 def _cut(x: Term, name: str) -> str:

@@ -12,10 +12,10 @@ from ..module import one_number
 from ..names import array
 from ..terms import Term, viewed
 from .row_map_text import FOLLOW, NOTHING
-from .sixteen_rows import LEAST, Looped
+from .sixteen_rows import LEAST, LoopedRows
 
 
-class Long(Looped):
+class LongRows(LoopedRows):
     """One row for each block, read again for each level of reductions, in tiles of `rows` lines. lines: how many columns a
     line may have; a row must be whole lines."""
 
@@ -43,9 +43,9 @@ class Long(Looped):
         self.writer.forms["is_column"] = lambda x: "place == {} - before"
         tiles, line = [x for x in kernel.leaves if is_tile(x)], self.line(kernel.width)
         inside = between(kernel.roots, kernel.leaves)
-        self.picks = [x for x in self.reductions if _is_pick(x) and not any(x.of[0] in y.of for y in inside if y is not x)]
-        alone = {x.of[0] for x in self.picks}
-        self.places = any(y.operation == "is_column" for x in inside if x not in alone for y in x.of)
+        self.picks = [x for x in self.reductions if _is_pick(x) and not any(x.args[0] in y.args for y in inside if y is not x)]
+        alone = {x.args[0] for x in self.picks}
+        self.places = any(y.operation == "is_column" for x in inside if x not in alone for y in x.args)
         wide = [x for x in (*kernel.leaves, *kernel.roots) if along(x)]
         numbers = [x for x in self.leaves if not along(x)]
         self.blocks = kernel.blocks
@@ -69,7 +69,7 @@ class Long(Looped):
             (array(name[one]) if one.ndim else name[one], name[one]) for one in (*numbers, *kernel.roots) if not along(one)
         ]
         columns = [("columns", f"float({x}.shape[1])")] if self.lengths else []
-        asked = [x for x in between([x.of[0].of[1] for x in self.picks], kernel.leaves, with_leaves=True) if x in wide]
+        asked = [x for x in between([x.args[0].args[1] for x in self.picks], kernel.leaves, with_leaves=True) if x in wide]
         for one in asked:  # element by element
             view = f"{name[one]}.reshape({'rows, ' * is_tile(one)}-1, 1)"
             shaped.append((array(self.there(one)), view))
@@ -94,13 +94,15 @@ class Long(Looped):
 
     def pick(self, x: Term) -> None:
         """Write the lines that compute the element that an index picks, 0 if there is none."""
-        index, inner = self.writer.expression(x.of[0].of[0].of[0]), x.of[0].of[1]
+        index, inner = self.writer.expression(x.args[0].args[0].args[0]), x.args[0].args[1]
         needed = [y for y in between([inner], [*self.kernel.leaves, *self.writer.names], with_leaves=True) if along(y)]
         before, lines = dict(self.writer.names), list[str]()
         for y in (y for y in needed if y in self.kernel.leaves):
             self.writer.names[y] = self.there(y)
             at = f"{'row, ' * is_tile(y)}{index}, 0"
-            lines.append(f"    {self.there(y)} = {one_number(array(self.there(y)), at, viewed(y).held_as(self.kernel.held))}")
+            lines.append(
+                f"    {self.there(y)} = {one_number(array(self.there(y)), at, viewed(y).stored_dtype(self.kernel.held))}"
+            )
         written, self.writer.names = self.writer.expression(inner), before
         name = self.named(x)
         self.text.kernel += [f"{name} = {self.nothing('sum')}", f"if 0 <= {index} < TILE.cols * lines:"]
@@ -116,7 +118,7 @@ class Long(Looped):
         return f"float32({LEAST if kind == LEAST else NOTHING[kind][1]})"
 
     def folded(self, x: Term, fold: str = "tile") -> str:
-        written = self.writer.expression(x.of[0])
+        written = self.writer.expression(x.args[0])
         if self.kernel.filled(x):
             written = f"lower_fill({written}, lines - line, {NOTHING[x.operation][1]})"
         return f"tile_{x.operation}({written})"
@@ -129,7 +131,7 @@ class Long(Looped):
             return f"{name} = {read if self.kernel.dtype == 'fp32' else f'fp32({read})'}"
         if is_index(x):
             return f"{name} = {array(name)}[row]"
-        return f"{name} = {one_number(array(name), 'row, 0', x.held_as(''))}" if x.names[0] else super().load(x)
+        return f"{name} = {one_number(array(name), 'row, 0', x.stored_dtype(''))}" if x.axes[0] else super().load(x)
 
     def stores(self, at: str = "row, line, 0", store: str = "") -> list[str]:
         return super().stores(at, "store_unordered" if self.unordered else "store")
@@ -139,7 +141,7 @@ class Long(Looped):
         element counts."""
         if is_tile(x):
             return super().store(x, written, at, store)
-        if x.held_as(self.kernel.held) == "float32":
+        if x.stored_dtype(self.kernel.held) == "float32":
             return ["if first == 0:", f"    {array(self.parameters[x])}[row, 0] = {written}"]
         vector = f"zeros(rt(16, 16, fp32).col_vec) + ({written})"
         return ["if first == 0:", f"    store({array(self.parameters[x])}, {vector}, (row, 0), cols=1)"]
@@ -164,6 +166,6 @@ class Long(Looped):
 
 def _is_pick(x: Term) -> bool:
     """Is the term the sum of a row in which all elements but the one in a certain column are 0?"""
-    if x.operation != "sum" or x.of[0].operation != "where" or x.of[0].of[0].operation != "is_column":
+    if x.operation != "sum" or x.args[0].operation != "where" or x.args[0].args[0].operation != "is_column":
         return False
-    return x.of[0].of[2].operation == "number" and x.of[0].of[2].what == 0
+    return x.args[0].args[2].operation == "number" and x.args[0].args[2].attr == 0

@@ -21,10 +21,10 @@ from tiles.lengths import made
 
 from ..axes import PART, Axis
 from ..graph import is_tile
-from ..module import DTYPES, Text, rendered
+from ..module import DTYPES, KernelText, rendered
 from ..terms import Term
 from .few_rows import MOST_ROWS
-from .found import Extension, Weight, extended, found_in
+from .found import Extension, Weight, find_extension, match_products
 from .many_rows_text import STEP, gaps
 from .product import MOST_PRODUCTS, Product
 
@@ -41,7 +41,7 @@ SHARED = 225 * 1024
 LONE = 64  # tiles of rows, from which on a block may be without a peer
 
 
-class Schedule(NamedTuple):
+class ManyRowsSchedule(NamedTuple):
     """How a kernel is cut into tiles. columns: of a tile of accumulators, of all products together. parts: in how many parts a
     tile is stored. stages: the slots of a ring. blocks: how many blocks a cluster has, one below the other, which read each
     tile of weights once."""
@@ -59,7 +59,7 @@ class Schedule(NamedTuple):
 @functools.lru_cache(256)
 def schedule(
     m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
-) -> Schedule:
+) -> ManyRowsSchedule:
     """The schedule for which the sum of all waves' widths is least. step: a product's columns must be a multiple of it.
     results: how many results are stored together. pairs: may two blocks work as a pair? They do if there are several waves,
     and few blocks or none without a peer."""
@@ -73,7 +73,7 @@ def schedule(
     parts = columns // 64 * (1 if results == 1 else 2)  # what several are made of would not fit registers else
     room = SHARED - results * ROWS * 2 * (columns // products // parts)
     blocks = 2 if pairs and waves(columns) > 1 and (tall % 2 == 0 or tall > LONE) else 1
-    return Schedule(columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), blocks)
+    return ManyRowsSchedule(columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), blocks)
 
 
 class ManyRows(Product):
@@ -81,7 +81,7 @@ class ManyRows(Product):
 
     label, most_rows, early = "many", 2**31 - 1, True
     processors: int  # of the card
-    scheduled: Schedule | None = None  # how it is cut, if other lengths decide that than those of its terms
+    scheduled: ManyRowsSchedule | None = None  # how it is cut, if other lengths decide that than those of its terms
 
     def __init__(
         self, results: tuple[Term, ...], x: Term, products: dict[Term, Weight], others: list[Term], extension: Extension | None
@@ -90,18 +90,18 @@ class ManyRows(Product):
         self.roots, self.results = results, results
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> ManyRowsSchedule:
         """How the product is cut into tiles."""
         return self.scheduled or self.schedule_at({})
 
-    def schedule_at(self, known: Mapping[Axis, Any]) -> Schedule:
+    def schedule_at(self, known: Mapping[Axis, Any]) -> ManyRowsSchedule:
         """How it is cut for other lengths of axes."""
         step, (batch, rows, _) = PART if self.folds else 64, self.sizes(known)
         sizes = rows, self.columns, len(self.products), self.processors, batch
         return made(schedule, *sizes, step, len(self.results), not self.folds and self.batch is None)
 
     @classmethod
-    def serving(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
+    def kernels_for(cls, root: Term, processors: int, few: int = MOST_ROWS) -> Iterator[Self]:
         """The kernels that compute a term with more rows than `few`, on a card with so many multiprocessors."""
         yield from cls._making((root,), processors, few)
 
@@ -109,7 +109,7 @@ class ManyRows(Product):
     def together(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """The kernels that compute several maps of the same products and store them together. They read at most one other
         product, from memory, and in a batch none."""
-        alike = len({tuple([axis and axis.root for axis in x.names]) for x in roots}) == 1
+        alike = len({tuple([axis and axis.root for axis in x.axes]) for x in roots}) == 1
         if 1 < len(roots) <= MOST_RESULTS and alike and any(x.operation != "matmul" for x in roots):
             every = cls._making(roots, processors, MOST_ROWS)
             room = 1 if roots[0].ndim == 2 else 0  # of a batch registers would not do
@@ -118,23 +118,23 @@ class ManyRows(Product):
     @classmethod
     def _making(cls, roots: tuple[Term, ...], processors: int, few: int) -> Iterator[Self]:
         """The kernels that compute these terms from complete products."""
-        found, root = found_in(*roots), roots[0]
+        found, root = match_products(*roots), roots[0]
         if found is None or root.extents[-2] <= few:
             return
         every = found.products | {x: second for x, (_, second) in found.narrow.items()}
         every = {x: w for x, w in every.items() if x.operation == "matmul"}
-        for x in dict.fromkeys(y.of[0] for y in every):
-            products = {y: w for y, w in every.items() if y.of[0] is x}
+        for x in dict.fromkeys(y.args[0] for y in every):
+            products = {y: w for y, w in every.items() if y.args[0] is x}
             rest = {y: w for y, w in every.items() if y not in products}
             extension = None
             if len(products) == len(roots) == 1 and root.ndim == 2:
                 (product,) = products
-                extension = extended(root, product, products[product], rest)
-            of_extension = extension.joint.of if extension else ()
+                extension = find_extension(root, product, products[product], rest)
+            of_extension = extension.joint.args if extension else ()
             others = [*found.others, *found.reductions, *(y for y in rest if y not in of_extension)]
             kernel = cls(roots, x, products, others, extension)
             kernel.processors = processors
-            alike = len({w.turned for w in kernel.weights}) == 1 and not kernel.twice
+            alike = len({w.transposed for w in kernel.weights}) == 1 and not kernel.twice
             if (
                 len(products) <= MOST_PRODUCTS
                 and alike
@@ -146,19 +146,19 @@ class ManyRows(Product):
                 yield kernel
 
     @classmethod
-    def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+    def softmax_kernels_for(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """The kernels that compute what is known of the parts of rows of scores (terms.of_parts)."""
-        yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0], processors, 0)))
+        yield from filter(None, (one.fold(roots) for one in cls.kernels_for(roots[0].args[0], processors, 0)))
 
     @classmethod
-    def beside_each_other(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+    def adjacent_kernels_for(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """The kernels that compute several products with one left factor."""
-        yield from filter(None, (one.sharing(roots) for one in cls.serving(roots[0], processors)))
+        yield from filter(None, (one.sharing(roots) for one in cls.kernels_for(roots[0], processors)))
 
     def __str__(self):
         return f"many rows of {', '.join(map(str, self.roots))}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
         s = self.schedule
         told = [f"a product of many rows in {s}"]
@@ -169,6 +169,6 @@ class ManyRows(Product):
         )
         return ", ".join([*told, *self.riding])
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        return rendered("many_rows.jinja", gaps(self, parameters, spoken))
+        return rendered("many_rows.jinja", gaps(self, parameters, local_names))

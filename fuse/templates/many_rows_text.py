@@ -10,8 +10,8 @@ from ..graph import along, is_tile
 from ..module import DTYPES
 from ..names import array
 from ..terms import Term, viewed
-from ..writing import Writer
-from .product_text import Folds, Named, Part, extent, index, keeping, lead, measuring, reading
+from ..writing import ExpressionWriter
+from .product_text import AdjacentProduct, KernelArray, SoftmaxPartials, extent, index, keeping, lead, measuring, reading
 
 if TYPE_CHECKING:
     from .many_rows import ManyRows
@@ -22,7 +22,7 @@ NAMES = "batch tall more last rank row col part n m me y width own place".split(
 NAMES += "following known nothing greatest higher total picked scores here chosen end".split()
 
 
-class Sent(NamedTuple):
+class StoredResult(NamedTuple):
     """A result on its way to memory. slot: the shared tile that it is stored from. array: the parameter that it goes to. made:
     the expression of it."""
 
@@ -31,7 +31,7 @@ class Sent(NamedTuple):
     made: str
 
 
-class Coming(NamedTuple):
+class PrefetchedTile(NamedTuple):
     """A tile that the epilogue reads besides. One part of it is worked with while the next one is loaded. spec: the type of a
     part in registers. first, following: the expressions that load a tile's first part, and the part after the n-th."""
 
@@ -41,8 +41,8 @@ class Coming(NamedTuple):
     following: str
 
     @classmethod
-    def of(cls, y: Term, name: str, dtype: str) -> Coming:
-        spec = f"rt(16, PART, {DTYPES.get(viewed(y).held_as(dtype), 'fp32')})"
+    def of(cls, y: Term, name: str, dtype: str) -> PrefetchedTile:
+        spec = f"rt(16, PART, {DTYPES.get(viewed(y).stored_dtype(dtype), 'fp32')})"
         first, following = (
             f"warpgroup.load({array(name)}, {spec}, {index(y, 'ROWS * row', f'PART * {col}')})"
             for col in ("col", "(col + following)")
@@ -50,15 +50,15 @@ class Coming(NamedTuple):
         return cls(name, spec, first, following)
 
 
-def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
+def gaps(kernel: ManyRows, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
     """What fills the gaps of many_rows.jinja, by name."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
     several = len(kernel.products) > 1
     products = []
     for w in kernel.products.values():
         its = parameters[w.array]
-        products.append(Named(f"acc_{its}" if several else "acc", array(its), its, lead(w.array)))
-    writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        products.append(KernelArray(f"acc_{its}" if several else "acc", array(its), its, lead(w.array)))
+    writer = ExpressionWriter({x: parameters[x] for x in kernel.leaves}, local_names)
     writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
     kept = keeping(writer, kernel, parameters)
     tile_rows = "warpgroup.row_index(rt(16, PART, fp32).col_vec) + ROWS * row"
@@ -69,8 +69,8 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
     computes = any(x not in writer.names for x in kernel.results)
     alone = not kernel.folds and kernel.batch is None  # in a batch registers would not do for what is read ahead
     ahead = [y for y in kernel.others if alone and y.operation != "spread" and is_tile(y)]
-    coming = [Coming.of(y, parameters[y], kernel.dtype) for y in ahead]
-    others = [Named(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
+    coming = [PrefetchedTile.of(y, parameters[y], kernel.dtype) for y in ahead]
+    others = [KernelArray(parameters[y], array(parameters[y]), _read(y, array(parameters[y]))) for y in kernel.others]
     taken = {*parameters.values(), *NAMES}
     epilogue = kept.lines(tile_rows, tile_columns) if kept else []
     epilogue += [
@@ -78,30 +78,30 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
         for one in others
     ]
     epilogue += writer.assignments(kernel.results, taken)
-    x = Named(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
+    x = KernelArray(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     numbers = dict(lengths)
     numbers |= {"each": f"{parameters[kernel.each]}.shape[1]"} if kernel.each is not None else {}
     numbers |= {parameters[y]: parameters[y] for y in kernel.numbers}
-    turned = kernel.weights[0].turned
-    axis = "rows" if turned else "cols"
+    transposed = kernel.weights[0].transposed
+    axis = "rows" if transposed else "cols"
     tile = "W_PART" if several else "W"
     extension = kernel.extension
     more = bool(extension and not extension.narrow)
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
     operands = [(array(name), f"tensor({name}, X)") for name in names]
-    parts = Part.of(kernel, parameters)
+    parts = AdjacentProduct.of(kernel, parameters)
     weights = [p.loaded for p in products] + [part.weight for part in parts[1:]]
     weights += [parameters[extension.weight.array]] if extension else []
     brings, deep = s.columns // len(products), STEP  # columns, and rows along k, of what one fill brings
     if not several:
-        brings, deep = (brings // s.blocks, STEP) if turned else (brings, STEP // s.blocks)
+        brings, deep = (brings // s.blocks, STEP) if transposed else (brings, STEP // s.blocks)
     cut = [(s.columns, STEP), *[(brings, deep)] * (several or s.blocks > 1)]
-    made = [f"st({', '.join(map(str, one if turned else one[::-1]))}, {dtype})" for one in cut]
+    made = [f"st({', '.join(map(str, one if transposed else one[::-1]))}, {dtype})" for one in cut]
     operand_tiles = f"X, W{', W_PART' * (len(cut) > 1)} = st(CONSUMERS * ROWS, {STEP}, {dtype}), {', '.join(made)}"
     brought = "W_PART" if s.blocks > 1 else tile
     operands += [(array(name), f"tensor({name}, {brought})") for name in weights]
     result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
-    folds = Folds.of(kernel, parameters)
+    folds = SoftmaxPartials.of(kernel, parameters)
     high, wide = extent(kernel.root, result, -2), folds.end if folds else extent(kernel.root, result, -1)
     batch = kernel.batch is not None
     tall = "(BLOCKS * X.rows)" if s.blocks > 1 else "X.rows"
@@ -116,7 +116,7 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
     told = "".join(f", {one}" for one in (*arrays, *numbers, *ends, *(one.name for one in coming)))
     counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * more]
     outs = folds.arguments if folds else [(array(parameters[y]), f"tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
-    results = [Sent("" if folds else f"y_{n}" if n > 1 else "y", into, writer.expression(y))
+    results = [StoredResult("" if folds else f"y_{n}" if n > 1 else "y", into, writer.expression(y))
                for n, ((into, _), y) in enumerate(zip(outs, kernel.results), 1)]  # fmt: skip
     plain = not (folds or computes or parts)
     slots = [] if folds else [one.slot for one in results]
@@ -126,7 +126,7 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
     arguments = [*operands, *outs, *arrays.items()]
     return {
         "schedule": s, "band": BAND, "operands": operand_tiles, "dtype": dtype, "y": result, "products": products,
-        "turned": turned, "form": "ABt" if turned else "AB",
+        "transposed": transposed, "form": "ABt" if transposed else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "folds": folds,
         "plain": plain, "leaves": leaves, "beside": parts, "into": into, "ends": ends,
         "slots": slots, "results": results,
@@ -140,7 +140,9 @@ def gaps(kernel: ManyRows, parameters: dict[Term, str], spoken: dict[Term, str])
     }  # fmt: skip
 
 
-def _sent(parts: int, several: bool, told: str, lead: str, into: str, plain: bool, coming: Sequence[Coming]) -> list[list[str]]:
+def _sent(
+    parts: int, several: bool, told: str, lead: str, into: str, plain: bool, coming: Sequence[PrefetchedTile]
+) -> list[list[str]]:
     """For each part of a tile, the lines that store it. several: is a part of each product needed? plain: is the product
     stored as it is? coming: the tiles that the epilogue loads ahead."""
     if plain:
@@ -152,7 +154,7 @@ def _sent(parts: int, several: bool, told: str, lead: str, into: str, plain: boo
     return [[f"{kept}{' = ' * bool(kept)}send({into}, {lead}row, col, last, {one}{told})"] for one in of]
 
 
-def _folded(folds: Folds, parts: int, told: str) -> list[list[str]]:
+def _folded(folds: SoftmaxPartials, parts: int, told: str) -> list[list[str]]:
     """For each part of a tile, the lines that fold it into what is known of its rows, which is written after every two
     parts."""
     lines, asked = list[list[str]](), f"{'chosen, ' * bool(folds.chosen)}end{told}"
@@ -172,7 +174,7 @@ def _read(y: Term, name: str) -> str:
     row, col = "ROWS * row", "PART * (col + n)"
     if y.operation == "spread":
         return f"warpgroup.load({name}, rt(16, PART, fp32).col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
-    if not any(y.names[-2:]):
+    if not any(y.axes[-2:]):
         return reading(y, name, "", row, col)
     if is_tile(y):
         return f"warpgroup.load({name}, rt(16, PART, fp32), {index(y, row, col)})"

@@ -30,7 +30,7 @@ from ..functions import FP8
 from ..graph import along, between, inputs, is_tile, walk
 from ..module import DTYPES
 from ..terms import INDEX, Term, viewed
-from .found import Extension, Weight, base, found_in, known_length
+from .found import Extension, Weight, base, known_length, match_products
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,7 +52,7 @@ class Product:
     operand, see `sharing`. results: what the epilogue computes, the root and other maps of the same products
     (many_rows.py)."""
 
-    launched = True
+    has_launch = True
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Product:
         self.beside: dict[Term, Weight] = {}
         self.extension = extension
         self.products, self.narrow, self.sides = products, narrow, sides
-        inside = between([operand, *(one.of[0] for one in sides)], [x], with_leaves=True)
+        inside = between([operand, *(one.args[0] for one in sides)], [x], with_leaves=True)
         self.vectors = [y for y in inside if y.operation in ("input", "flat") and y is not x and y.ndim and along(y)]
         self.others = [y for y in others if y.ndim and y.operation in BESIDES]
 
@@ -91,7 +91,7 @@ class Product:
     @property
     def leaves(self) -> list[Term]:
         """All arrays and numbers that the kernel reads."""
-        indices = [y for x in self.folds for y in x.of[1:]] + [x.of[1] for x in self.kept] + [x.of[0] for x in self.masks]
+        indices = [y for x in self.folds for y in x.args[1:]] + [x.args[1] for x in self.kept] + [x.args[0] for x in self.masks]
         return list(dict.fromkeys([*self.read, *indices, *self.numbers]))
 
     @property
@@ -99,13 +99,13 @@ class Product:
         """The dtype of the operands: that of x; if another kernel makes x, the first dtype of 16 bits among those that x and
         the weights are made from."""
         made_of = [*inputs(self.x), *inputs(self.weights[0].array)]
-        found = [y.what[1] for y in made_of if y.ndim and y.what[1] not in (FP8, *INDEX)]
+        found = [y.attr[1] for y in made_of if y.ndim and y.attr[1] not in (FP8, *INDEX)]
         return found[0] if viewed(self.x).operation == "input" else next((one for one in found if one in DTYPES), found[0])
 
     @property
     def of_16_bits(self) -> bool:
         """Is nothing fp8 of all that is loaded in tiles?"""
-        return not any(viewed(x).held_as("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
+        return not any(viewed(x).stored_dtype("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
 
     @property
     def twice(self) -> bool:
@@ -121,13 +121,13 @@ class Product:
             return None
         (narrow,) = self.narrow
         for x in between([self.root], [*self.products, narrow]):
-            if x.operation == "add" and any(y in self.products for y in x.of):
-                other = next(y for y in x.of if y not in self.products)
+            if x.operation == "add" and any(y in self.products for y in x.args):
+                other = next(y for y in x.args if y not in self.products)
                 if other is narrow:
                     return x, None
-                if other.operation == "mul" and narrow in other.of:
-                    scale = other.of[1 - other.of.index(narrow)]
-                    if not scale.names:
+                if other.operation == "mul" and narrow in other.args:
+                    scale = other.args[1 - other.args.index(narrow)]
+                    if not scale.axes:
                         return x, scale
         return None
 
@@ -145,13 +145,13 @@ class Product:
     @property
     def lengths(self) -> list[Term]:
         """The lengths of axes that are computed with."""
-        inside = between([*self.results, *(one.of[0] for one in self.sides)], [*self.read, *self.sides])
+        inside = between([*self.results, *(one.args[0] for one in self.sides)], [*self.read, *self.sides])
         return [y for y in inside if y.operation == "length"]
 
     @property
     def measured(self) -> bool:
         """Can the launching function read these lengths from the arguments?"""
-        return all(x.what[0] is not None and known_length(x, inputs(*self.results)) for x in self.lengths)
+        return all(x.attr[0] is not None and known_length(x, inputs(*self.results)) for x in self.lengths)
 
     @property
     def kept(self) -> list[Term]:
@@ -166,7 +166,7 @@ class Product:
     @property
     def each(self) -> Term | None:
         """The stack of matrices for each of which every row has one number (terms.spread), if there is one."""
-        return next((y.of[1] for y in self.others if y.operation == "spread"), None)
+        return next((y.args[1] for y in self.others if y.operation == "spread"), None)
 
     @property
     def riding(self) -> list[str]:
@@ -180,13 +180,13 @@ class Product:
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text. A batch of 2, and few parts, are enough to see in a proof that they
         are not mixed up."""
-        inner, lead = [x.of[0] for x in self.narrow], self.root.names[:-2]
-        of_parts = {axis.root: 2 * PART + 8 for axis in self.root.names[-1:] if axis and self.folds}
+        inner, lead = [x.args[0] for x in self.narrow], self.root.axes[:-2]
+        of_parts = {axis.root: 2 * PART + 8 for axis in self.root.axes[-1:] if axis and self.folds}
         for x in self.kept:
-            of_parts |= {axis.root: n for axis, n in zip(x.of[2].names, (3, x.of[2].extents[1])) if axis}
+            of_parts |= {axis.root: n for axis, n in zip(x.args[2].axes, (3, x.args[2].extents[1])) if axis}
         if self.each is not None:  # tiles of columns have one number a row; TMA steps by eight
-            of_parts |= {axis.root: n for axis, n in zip(self.each.names, (8, PART)) if axis}
-        narrow = {x.names[1].root: x.extents[1] for x in inner if x.names[1]}
+            of_parts |= {axis.root: n for axis, n in zip(self.each.axes, (8, PART)) if axis}
+        narrow = {x.axes[1].root: x.extents[1] for x in inner if x.axes[1]}
         return narrow | {axis.root: 2 for axis in lead if axis} | of_parts
 
     @property
@@ -232,7 +232,7 @@ class Product:
     def operations(self) -> float:
         """Operations of the tensor cores."""
         sizes = [math.prod(x.extents) * self.inner for x in (*self.products, *self.beside)]
-        sizes += [math.prod(x.extents) * x.of[0].extents[1] + math.prod(x.of[0].extents) * self.inner for x in self.narrow]
+        sizes += [math.prod(x.extents) * x.args[0].extents[1] + math.prod(x.args[0].extents) * self.inner for x in self.narrow]
         return 2.0 * sum(sizes)
 
     @property
@@ -246,7 +246,7 @@ class Product:
         """The kernel that stores, in place of its result, what a softmax needs to know of the parts of its rows. None if the
         roots are not that, or if there is more than one product."""
         needed = {x.operation for x in roots} >= {"max_of_parts", "sum_of_parts"}
-        if not needed or len(self.products) != 1 or len({x.of[0] for x in roots}) != 1 or self.root.ndim != 2:
+        if not needed or len(self.products) != 1 or len({x.args[0] for x in roots}) != 1 or self.root.ndim != 2:
             return None
         self.roots = self.folds = roots
         return self
@@ -254,11 +254,11 @@ class Product:
     def sharing(self, roots: tuple[Term, ...]) -> Self | None:
         """The kernel that computes these products, all with one operand; their columns lie side by side in its tiles. None if
         they differ in more than their weights."""
-        alike = all(x.operation == "matmul" and x.ndim == 2 and x.of[0] is self.operand for x in roots)
+        alike = all(x.operation == "matmul" and x.ndim == 2 and x.args[0] is self.operand for x in roots)
         if not alike or list(self.products) != [self.root] or self.root is not roots[0] or self.extension:
             return None
-        weights = {x: Weight.of(x.of[1]) for x in roots[1:]}
-        held = {(w.turned, viewed(w.array).held_as("")) for w in (self.products[self.root], *weights.values())}
+        weights = {x: Weight.of(x.args[1]) for x in roots[1:]}
+        held = {(w.transposed, viewed(w.array).stored_dtype("")) for w in (self.products[self.root], *weights.values())}
         if len(held) > 1 or not all(is_tile(w.array) for w in weights.values()):
             return None
         self.roots, self.beside = roots, weights
@@ -268,11 +268,11 @@ class Product:
     def matches(cls, root: Term) -> Iterator[Self]:
         """The kernels that compute a term: with the prologue inside the kernel, and with the prologue's result read from
         memory."""
-        whole = found_in(root)
+        whole = match_products(root)
         if whole is None:
             return
         for found in (whole, whole.apart) if whole.narrow else (whole,):
-            for operand in dict.fromkeys(x.of[0] for x in found.products):
+            for operand in dict.fromkeys(x.args[0] for x in found.products):
                 part = found.of(operand)
                 if len(part.products) > MOST_PRODUCTS:
                     continue
@@ -282,8 +282,8 @@ class Product:
                     ends = [x, *(y for y in walk(root) if y.operation in ("input", "flat"))]
                     if not np.isfinite(beyond(operand, ends)).all():  # times weights of 0 it would be NaN
                         continue
-                    riding = [one for one in part.reductions if one.operation == "sum" and base(one.of[0]) is x]
-                    sides = [one for one in riding if not beyond(one.of[0], ends).any()]
+                    riding = [one for one in part.reductions if one.operation == "sum" and base(one.args[0]) is x]
+                    sides = [one for one in riding if not beyond(one.args[0], ends).any()]
                     others = [*part.others, *(one for one in part.reductions if one not in sides)]
                     made = cls(root, x, operand, part.products, part.narrow, sides, others)
                     if made.measured:

@@ -9,7 +9,7 @@ from ..graph import along, is_tile
 from ..module import one_number
 from ..names import array, unused
 from ..terms import PARTS, Term
-from ..writing import Writer
+from ..writing import ExpressionWriter
 from .found import known_length
 from .product import Product
 
@@ -18,8 +18,8 @@ def reading(y: Term, name: str, tile: str, row: str, col: str) -> str:
     """The expression that reads another operand of the epilogue, for a tile of accumulators that begins at (row, col)."""
     if y.operation == "spread":
         return f"load({name}, {tile}.col_vec, ({row}, divmod({col}, each)[0]), cols=0)"
-    if not any(y.names[-2:]):  # one number
-        return one_number(name, f"{lead(y)}{', '.join('0' * min(y.ndim, 2))}", y.held_as(""))
+    if not any(y.axes[-2:]):  # one number
+        return one_number(name, f"{lead(y)}{', '.join('0' * min(y.ndim, 2))}", y.stored_dtype(""))
     if is_tile(y):
         return f"load({name}, {tile}, {index(y, row, col)})"
     if along(y):
@@ -41,10 +41,10 @@ def extent(y: Term, name: str, axis: int) -> str:
 
 def lead(y: Term) -> str:
     """The first part of an index into an array with a batch."""
-    return "" if y.ndim < 3 else "0, " if y.names[0] is None else "batch, "
+    return "" if y.ndim < 3 else "0, " if y.axes[0] is None else "batch, "
 
 
-class Named(NamedTuple):
+class KernelArray(NamedTuple):
     """An array that a kernel reads. name: what its elements are called. array: the kernel's parameter. loaded: the expression
     that reads them. lead: the first part of an index into it."""
 
@@ -54,7 +54,7 @@ class Named(NamedTuple):
     lead: str = ""
 
 
-class Part(NamedTuple):
+class AdjacentProduct(NamedTuple):
     """One of several products whose columns lie side by side. weight, result: the names of the arrays. before, end: the names
     of two counts, of the tiles of columns ahead of this product and of those up to its end."""
 
@@ -74,16 +74,16 @@ class Part(NamedTuple):
         return f"{col} - {unit}{self.before}" if self.before else col
 
     @classmethod
-    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> list[Part]:
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> list[AdjacentProduct]:
         """The Parts of a kernel, in order; none if it has a single product."""
-        every, found = {**kernel.products, **kernel.beside} if kernel.beside else {}, list[Part]()
+        every, found = {**kernel.products, **kernel.beside} if kernel.beside else {}, list[AdjacentProduct]()
         for n, (x, w) in enumerate(every.items(), 1):
             end = f"end_{n}" if n < len(every) else "cols"
             found.append(cls(parameters[w.array], parameters[x], found[-1].end if found else "", end))
         return found
 
 
-class Folds(NamedTuple):
+class SoftmaxPartials(NamedTuple):
     """The arrays that a kernel's folds are stored in. outs: {array: what it holds}. by: the array that picks a column, "" if
     there is none. end: the expression of how many columns there are."""
 
@@ -92,15 +92,15 @@ class Folds(NamedTuple):
     end: str
 
     @classmethod
-    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Folds | None:
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> SoftmaxPartials | None:
         """The Folds of a kernel, None if it has none."""
         if not kernel.folds:
             return None
-        ((weight, turned),) = kernel.products.values()
-        end = extent(weight, parameters[weight], -2 if turned else -1)
+        ((weight, transposed),) = kernel.products.values()
+        end = extent(weight, parameters[weight], -2 if transposed else -1)
         into = {x.operation: parameters[x] for x in kernel.folds}
         outs = {into[name]: known for name, known in zip(PARTS, ("greatest", "total", "picked")) if name in into}
-        return cls(outs, next((parameters[y] for x in kernel.folds for y in x.of[1:]), ""), end)
+        return cls(outs, next((parameters[y] for x in kernel.folds for y in x.args[1:]), ""), end)
 
     @property
     def known(self) -> str:
@@ -124,17 +124,17 @@ class Folds(NamedTuple):
         return [*((array(name), name) for name in names), ("end", self.end)]
 
 
-class Kept(NamedTuple):
+class ColumnSelection(NamedTuple):
     """Which columns each row keeps, or asks for. own: the array that says it for each row. width: how many columns that is."""
 
     own: str
     width: int = 1
 
     @classmethod
-    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
+    def of(cls, kernel: Product, parameters: Mapping[Term, str]) -> ColumnSelection | None:
         """The Kept of a kernel, None if no row keeps or asks for columns of its own."""
-        own = [cls(parameters[x.of[1]], x.of[2].extents[1]) for x in kernel.kept]
-        return next(iter([*own, *(cls(parameters[x.of[0]]) for x in kernel.masks)]), None)
+        own = [cls(parameters[x.args[1]], x.args[2].extents[1]) for x in kernel.kept]
+        return next(iter([*own, *(cls(parameters[x.args[0]]) for x in kernel.masks)]), None)
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
@@ -152,24 +152,26 @@ class Kept(NamedTuple):
         return f"where((place >= own) & (place < own + {self.width}), {{0}}, 0.0)"
 
 
-class Words:
+class ProductWriter:
     """A product's maps as lines and expressions. `prologue` is called first, then `epilogue`. taken: names that are not free.
     lengths: (kernel's parameter, what it is given) of the lengths that it computes with."""
 
-    def __init__(self, kernel: Product, parameters: Mapping[Term, str], spoken: Mapping[Term, str], taken: Iterable[str] = ()):
+    def __init__(
+        self, kernel: Product, parameters: Mapping[Term, str], local_names: Mapping[Term, str], taken: Iterable[str] = ()
+    ):
         self.kernel, self.parameters, self.taken = kernel, parameters, {*parameters.values(), *taken}
-        self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        self.writer = ExpressionWriter({x: parameters[x] for x in kernel.leaves}, local_names)
         self.kept = keeping(self.writer, kernel, parameters)
         self.lengths = measuring(self.writer, kernel, parameters)
 
     def prologue(self, inside: Mapping[Term, str]) -> tuple[list[str], str, list[tuple[str, str]]]:
         """(lines, the expression of the operand, (name, what is summed) of each side). inside: what x and the vectors are
         called there."""
-        kernel, writer = self.kernel, Writer({**self.writer.names, **inside}, self.writer.spoken)
-        lines = writer.assignments([kernel.operand, *(side.of[0] for side in kernel.sides)], self.taken)
+        kernel, writer = self.kernel, ExpressionWriter({**self.writer.names, **inside}, self.writer.local_names)
+        lines = writer.assignments([kernel.operand, *(side.args[0] for side in kernel.sides)], self.taken)
         sides = []
         for side in kernel.sides:
-            sides.append((unused(self.writer.suggested(side), self.taken), writer.expression(side.of[0])))
+            sides.append((unused(self.writer.suggested(side), self.taken), writer.expression(side.args[0])))
             self.taken.add(sides[-1][0])
         return lines, writer.expression(kernel.operand), sides
 
@@ -193,23 +195,23 @@ class Words:
         return lines, self.writer.expression(self.kernel.root)
 
 
-def measuring(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> list[tuple[str, str]]:
+def measuring(writer: ExpressionWriter, kernel: Product, parameters: Mapping[Term, str]) -> list[tuple[str, str]]:
     """Give the writer names for the lengths that a kernel computes with. Returns (kernel's parameter, what it is given) of
     each."""
     found = dict[str, str]()
     for x in kernel.lengths:
-        along_k = kernel.x.names[-1] is not None and x.what[0].root is kernel.x.names[-1].root
+        along_k = kernel.x.axes[-1] is not None and x.attr[0].root is kernel.x.axes[-1].root
         y, place = (kernel.x, kernel.x.ndim - 1) if along_k else known_length(x, parameters) or (kernel.x, 0)
         writer.names[x] = "width" if along_k else f"width_of_{parameters[y]}"
         found[writer.names[x]] = f"{parameters[y]}.shape[{place}]"
     return [*found.items()]
 
 
-def keeping(writer: Writer, kernel: Product, parameters: Mapping[Term, str]) -> Kept | None:
+def keeping(writer: ExpressionWriter, kernel: Product, parameters: Mapping[Term, str]) -> ColumnSelection | None:
     """Tell the writer how to write what each row keeps or asks for, and return it."""
-    kept = Kept.of(kernel, parameters)
+    kept = ColumnSelection.of(kernel, parameters)
     if kept:
-        writer.names |= {x.of[2]: "" for x in kernel.kept}
+        writer.names |= {x.args[2]: "" for x in kernel.kept}
         writer.forms["among"] = kept.written
         writer.forms["is_column"] = lambda x: "place == own"
     return kept

@@ -29,15 +29,15 @@ from ..axes import Axis
 from ..evaluate import beyond
 from ..functions import FP8, MAPS
 from ..graph import along, between, inputs, is_tile
-from ..module import DTYPES, Text
+from ..module import DTYPES, KernelText
 from ..terms import Term, viewed
-from .flat_rows import Flat
-from .folded_rows import FOLD, Alone, Folded, Slim, resident
-from .gathered_rows import Gathered
-from .long_rows import Long
-from .row_map_text import Writing
-from .short_rows import Short
-from .sixteen_rows import Held, Looped
+from .flat_rows import ElementwiseRows
+from .folded_rows import FOLD, FoldedRows, NarrowFoldedRows, SingleRows, resident
+from .gathered_rows import SummedRows
+from .long_rows import LongRows
+from .row_map_text import RowMapWriter
+from .short_rows import ShortRows
+from .sixteen_rows import LoopedRows, RegisterRows
 
 KNOWN = "sum", "max", "number", "length", "dropout", "is_column", "gathered"  # that are no maps of elements alone
 SIXTEEN = "bfloat16", "float16"
@@ -53,14 +53,14 @@ BUSY = 128  # blocks that a card runs at once
 def shares(x: Term, processors: int) -> int:
     """How many sums of rows are gathered: one for each block that runs at once."""
     rows, width = x.extents
-    return max(1, min(rows, max(1, Gathered.warps // _warps(width, Gathered)) * processors))
+    return max(1, min(rows, max(1, SummedRows.warps // _warps(width, SummedRows)) * processors))
 
 
-def _warps(width: int, form: type[Writing]) -> int:
+def _warps(width: int, form: type[RowMapWriter]) -> int:
     """The warps of a block, for rows of this width."""
-    if form in (Flat, Short):
+    if form in (ElementwiseRows, ShortRows):
         return form.warps
-    if issubclass(form, Folded):
+    if issubclass(form, FoldedRows):
         return -(-width // form.columns)
     return next(n for n in (1, 2, 4, 8, 16) if n >= min(-(-width // form.columns), form.most_warps))
 
@@ -73,7 +73,7 @@ class RowMap:
 
     def __init__(self, roots: Sequence[Term], leaves: Sequence[Term], columns: Axis, width: int):
         self.roots, self.leaves, self.columns, self.width = tuple(roots), tuple(leaves), columns, width
-        self.held, self.clusters = terms.SPACES[-1].dtype, False
+        self.held, self.clusters = terms.TABLES[-1].dtype, False
 
     @classmethod
     def matches(cls, roots: Sequence[Term], leaves: Sequence[Term], clusters: bool = False) -> RowMap | None:
@@ -86,8 +86,8 @@ class RowMap:
             return None
         gathered = [x for x in inside if x.operation == "gathered"]
         tiles = [x for x in (*inside, *leaves) if along(x) and x not in gathered]
-        columns = {x.names[-1].root: x.extents[-1] for x in tiles if x.names[-1]}
-        rows = {x.names[0].root for x in tiles if x.ndim == 2 and x.names[0]}
+        columns = {x.axes[-1].root: x.extents[-1] for x in tiles if x.axes[-1]}
+        rows = {x.axes[0].root for x in tiles if x.ndim == 2 and x.axes[0]}
         if len(columns) != 1 or len(rows) > 1 or any(x.ndim != 2 for x in roots):
             return None
         if any(along(x) and not is_tile(x) for x in roots):  # one row for all, which each block would write
@@ -102,13 +102,13 @@ class RowMap:
         """{term: how many reductions one after the other must be complete before it is known}."""
         found: dict[Term, int] = dict.fromkeys(self.leaves, 0)
         for x in between(self.roots, self.leaves):
-            found[x] = max((found[y] for y in x.of), default=0) + (x.operation in ("sum", "max"))
+            found[x] = max((found[y] for y in x.args), default=0) + (x.operation in ("sum", "max"))
         return found
 
     @property
     def broadcasts(self) -> bool:
         """Is a vector along the columns reduced, so that vectors must stand in tiles, the same in all rows?"""
-        return any(x.operation in ("sum", "max") and not is_tile(x.of[0]) for x in between(self.roots, self.leaves))
+        return any(x.operation in ("sum", "max") and not is_tile(x.args[0]) for x in between(self.roots, self.leaves))
 
     @property
     def tiles(self) -> int:
@@ -118,7 +118,7 @@ class RowMap:
     @property
     def dtype(self) -> str:
         """The dtype that arrays are read as: their own if all have the same, otherwise fp32."""
-        found = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
+        found = {viewed(x).stored_dtype(self.held) for x in self.leaves if along(x)}
         return (DTYPES | {FP8: "fp8e4m3"}).get(found.pop(), "fp32") if len(found) == 1 else "fp32"
 
     @property
@@ -126,8 +126,8 @@ class RowMap:
         """Have all arrays 16 bits, or 8 if they are written, or all 32? Then columns may be read in an order of their own."""
         if self.sums:
             return self.gathers
-        read = {viewed(x).held_as(self.held) for x in self.leaves if along(x)}
-        made = {x.held_as(self.held) for x in self.roots if along(x)}
+        read = {viewed(x).stored_dtype(self.held) for x in self.leaves if along(x)}
+        made = {x.stored_dtype(self.held) for x in self.roots if along(x)}
         wide = (read | made) == {"float32"} and not self.draws  # which know the order of 16 bits alone
         return (read <= {*SIXTEEN} and made <= {*SIXTEEN, FP8}) or wide
 
@@ -141,13 +141,13 @@ class RowMap:
         """Can sums over rows be kept as the rows go by? For this, rows are read once, in tiles that they fill, with their
         columns in any order."""
         tiles = [x for x in self.leaves if is_tile(x)]
-        fits = self.width % Gathered.part == 0 and Gathered.columns <= self.width <= Gathered.columns * Gathered.warps
-        short = [x.held_as(self.held) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
-        held = {x.what[1] for x in inputs(*self.roots) if x.ndim > 1}
-        known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.names) for x in self.leaves)
+        fits = self.width % SummedRows.part == 0 and SummedRows.columns <= self.width <= SummedRows.columns * SummedRows.warps
+        short = [x.stored_dtype(self.held) in (*SIXTEEN, FP8) for x in self.roots if x not in self.sums]
+        held = {x.attr[1] for x in inputs(*self.roots) if x.ndim > 1}
+        known = len(held) == 1 and held < {*SIXTEEN} and all(along(x) or not any(x.axes) for x in self.leaves)
         few = len(tiles) <= MOST_TILES and len(self.sums) <= HELD
         alike = self.dtype in DTYPES.values() and all(short) and all(map(along, self.roots))
-        return (fits or terms.SPACES[-1].loose) and known and few and alike and not self.draws
+        return (fits or terms.TABLES[-1].loose) and known and few and alike and not self.draws
 
     @property
     def flat(self) -> bool:
@@ -155,66 +155,70 @@ class RowMap:
         inside = between(self.roots, self.leaves)
         maps = all(x.operation in MAPS or x.operation == "number" for x in inside)
         tiles = any(map(is_tile, self.leaves)) and all(map(is_tile, self.roots))
-        return maps and tiles and self.plain and not self.width % Flat.part
+        return maps and tiles and self.plain and not self.width % ElementwiseRows.part
 
     @property
     def plain(self) -> bool:
         """Is nothing read that is fp8, and nothing dropped?"""
-        return all(x.held_as(self.held) != FP8 for x in self.leaves) and not self.draws
+        return all(x.stored_dtype(self.held) != FP8 for x in self.leaves) and not self.draws
 
     @property
-    def form(self) -> type[Writing]:
+    def form(self) -> type[RowMapWriter]:
         """The form in which the kernel is written: see the module."""
         if self.sums:
-            return Gathered
+            return SummedRows
         if self.short:
-            return Short
+            return ShortRows
         if self.flat:
-            return Flat
+            return ElementwiseRows
         tiles = self.tiles
         if folded := self.folded:
-            results = [x.held_as(self.held) for x in self.roots if is_tile(x)]
-            alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= Alone.columns * MOST_WARPS
-            return Alone if alone and self.lined(Alone) else folded
-        if HELD < tiles <= MOST_HELD and Alone.columns <= self.width <= Alone.columns * MOST_WARPS and self.lined(Alone):
-            return Alone
-        if self.width <= Held.columns * MOST_WARPS and tiles <= HELD:
-            return Held
-        return Long if self.plain and not self.width % Long.part and tiles else Looped
+            results = [x.stored_dtype(self.held) for x in self.roots if is_tile(x)]
+            alone = len(results) > 1 and {*results} <= {*SIXTEEN} and self.width <= SingleRows.columns * MOST_WARPS
+            return SingleRows if alone and self.lined(SingleRows) else folded
+        if (
+            HELD < tiles <= MOST_HELD
+            and SingleRows.columns <= self.width <= SingleRows.columns * MOST_WARPS
+            and self.lined(SingleRows)
+        ):
+            return SingleRows
+        if self.width <= RegisterRows.columns * MOST_WARPS and tiles <= HELD:
+            return RegisterRows
+        return LongRows if self.plain and not self.width % LongRows.part and tiles else LoopedRows
 
     @property
     def short(self) -> bool:
         """Is a row as wide as the tile of one warp?"""
         wide = self.tiles * self.width
-        return not self.width % Short.step and 0 < wide <= Short.most and self.plain and not self.sums
+        return not self.width % ShortRows.step and 0 < wide <= ShortRows.most and self.plain and not self.sums
 
-    def lined(self, form: type[Folded]) -> bool:
+    def lined(self, form: type[FoldedRows]) -> bool:
         """Are rows whole lines of this form? What is read must have columns, or be one number for all rows."""
-        return not self.width % form.part and all(along(x) or not any(x.names) for x in self.leaves)
+        return not self.width % form.part and all(along(x) or not any(x.axes) for x in self.leaves)
 
     @property
-    def folded(self) -> type[Folded] | None:
+    def folded(self) -> type[FoldedRows] | None:
         """The form in which rows are folded, if a block can hold a row and the next one: the one with the most rows under way,
         and among equals the one with the fewest warps, which was measured to be faster. None if rows are too narrow or too
         wide for it."""
         if self.width < FOLDED_FROM or sum(map(is_tile, self.leaves)) > HELD:
             return None
-        forms = [one for one in (Folded, Slim) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
+        forms = [one for one in (FoldedRows, NarrowFoldedRows) if self.lined(one) and self.width <= one.columns * MOST_WARPS]
         rows = {one: resident(self.registers(one)) // _warps(self.width, one) for one in forms}
         return max(rows, key=lambda one: rows[one]) if any(rows.values()) else None
 
     @property
     def cut(self) -> Any:
         """What of its text, and of what it writes, follows from lengths."""
-        return self.blocks if self.form is Long else (), [x.what for x in self.sums]
+        return self.blocks if self.form is LongRows else (), [x.attr for x in self.sums]
 
     @property
     def warps(self) -> int:
         """The warps of a block."""
-        if self.form is Long:
-            few = -(-self.width // (Long.rows * Long.line(self.width)))
+        if self.form is LongRows:
+            few = -(-self.width // (LongRows.rows * LongRows.line(self.width)))
             read, made = (sum(map(is_tile, some)) for some in (self.leaves, self.roots))
-            return min(few, Long.most(read == made == 1))
+            return min(few, LongRows.most(read == made == 1))
         return _warps(self.width, self.form)
 
     @property
@@ -222,10 +226,10 @@ class RowMap:
         """The blocks that share a row, in a cluster: as many as keep the multiprocessors busy if rows are few, and as have
         columns to work on."""
         rows = next(x.extents[0] for x in (*self.leaves, *self.roots) if is_tile(x))
-        most = self.width // (Long.rows * Long.line(self.width) * self.warps)
+        most = self.width // (LongRows.rows * LongRows.line(self.width) * self.warps)
         return next((n for n in (8, 4, 2) if self.clusters and n * rows <= BUSY and n <= most), 1)
 
-    def registers(self, form: type[Folded]) -> int:
+    def registers(self, form: type[FoldedRows]) -> int:
         """The registers of a lane, if rows are folded: for what is read now and for the next row, some to compute with, and
         more where something beyond a row's end must be cut off, as after x - mean(x), or where something is dropped."""
         tile = form.columns // 32  # elements of a lane
@@ -237,22 +241,22 @@ class RowMap:
     def filled(self, x: Term) -> bool:
         """Must what a reduction reads be filled beyond the row's end? It must if tiles reach beyond it, and what is there
         would count."""
-        if self.form is Short or self.filling(self.form):  # nothing goes beyond
+        if self.form is ShortRows or self.filling(self.form):  # nothing goes beyond
             return False
         return self._is_something(x)
 
     def _is_something(self, x: Term) -> bool:
-        least = x.operation == "sum" or x.of[0].operation == "abs"  # 0 is nothing's
-        return not least or bool(beyond(x.of[0], self.leaves).any())
+        least = x.operation == "sum" or x.args[0].operation == "abs"  # 0 is nothing's
+        return not least or bool(beyond(x.args[0], self.leaves).any())
 
     @property
     def cuts(self) -> bool:
         """Would something beyond a row's end count in a reduction?"""
         return any(self._is_something(x) for x in between(self.roots, self.leaves) if x.operation in ("sum", "max"))
 
-    def filling(self, form: type[Writing]) -> bool:
+    def filling(self, form: type[RowMapWriter]) -> bool:
         """Are a row's columns exactly those of a block's tiles?"""
-        return issubclass(form, Folded) and self.width == form.columns * _warps(self.width, form)
+        return issubclass(form, FoldedRows) and self.width == form.columns * _warps(self.width, form)
 
     @property
     def whole(self) -> bool:
@@ -263,31 +267,31 @@ class RowMap:
     @property
     def fixed(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something in it."""
-        if self.sums or self.whole or self.form is Short:
+        if self.sums or self.whole or self.form is ShortRows:
             return {self.columns: self.width}
-        if self.form is Long:
-            return {self.columns: Long.line(self.width) * (1 + Long.rows * self.warps)}
-        if not issubclass(self.form, Folded):
+        if self.form is LongRows:
+            return {self.columns: LongRows.line(self.width) * (1 + LongRows.rows * self.warps)}
+        if not issubclass(self.form, FoldedRows):
             return {}
-        before = 1 if self.form is Flat else self.warps - 1  # what is full, and three lines of one that is not
+        before = 1 if self.form is ElementwiseRows else self.warps - 1  # what is full, and three lines of one that is not
         return {self.columns: self.form.part * (FOLD * before + 3)}
 
     @property
     def ahead(self) -> list[Term]:
         """What the kernel reads before the launch ahead of it has ended: vectors, if they stay in registers."""
         vectors = [x for x in self.leaves if along(x) and not is_tile(x)]
-        return [x for x in vectors if x.operation == "input"] if self.form in (Folded, Slim, Alone) else []
+        return [x for x in vectors if x.operation == "input"] if self.form in (FoldedRows, NarrowFoldedRows, SingleRows) else []
 
     @property
     def draws(self) -> bool:
         """Is something dropped?"""
         return any(x.operation == "dropout" for x in between(self.roots, self.leaves))
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
-        """The kernel and its launch. parameters: the names of leaves and roots. spoken: what other terms may be called."""
-        return self.form(self, parameters, spoken).text
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
+        """The kernel and its launch. parameters: the names of leaves and roots. local_names: what other terms may be called."""
+        return self.form(self, parameters, local_names).text
 
-    label, operations, most_rows, launched, early = "rows", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, early = "rows", 0.0, 2**31 - 1, True, True
 
     @property
     def bytes(self) -> float:
@@ -299,7 +303,7 @@ class RowMap:
         """Operations on elements, outside the tensor cores."""
         return float(
             sum(
-                math.prod((x.of[0] if x.of and x.operation in ("sum", "max") else x).extents)
+                math.prod((x.args[0] if x.args and x.operation in ("sum", "max") else x).extents)
                 for x in between(self.roots, self.leaves)
             )
         )
@@ -307,7 +311,7 @@ class RowMap:
     def __str__(self):
         return f"rows of {', '.join(map(str, self.roots))}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
         levels = max(self.levels[x] for x in self.roots)
         return (

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ..functions import CASTS, FP8
 from ..graph import along, between, is_index, is_tile
-from ..module import Text, one_number
+from ..module import KernelText, one_number
 from ..names import array, unused
 from ..terms import Term
-from ..writing import Writer
+from ..writing import ExpressionWriter
 
 if TYPE_CHECKING:
     from .row_map import RowMap
@@ -27,7 +27,7 @@ def dropout(x, dropped, per_kept, seed, {place}):
 '''.strip()
 
 
-class Writing:
+class RowMapWriter:
     """A row map as text. Each form is a subclass. columns: of a warp's tile. most_warps: of a block. says: how rows lie, in
     words. unordered: are columns read in an order of their own? draw: the op that draws for dropout, and the coordinates that
     it is given."""
@@ -35,13 +35,13 @@ class Writing:
     columns, most_warps, says, unordered = 128, 16, "", False
     draw = "bernoulli", "row, col"  # by what op, and at what place
 
-    def __init__(self, kernel: RowMap, parameters: dict[Term, str], spoken: dict[Term, str]):
-        self.kernel, self.parameters, self.text = kernel, parameters, Text()
+    def __init__(self, kernel: RowMap, parameters: dict[Term, str], local_names: dict[Term, str]):
+        self.kernel, self.parameters, self.text = kernel, parameters, KernelText()
         self.drawn, self.told = dict[Term, str](), list[tuple[str, str]]()
         inside = between(kernel.roots, kernel.leaves)
         self.lengths = [x for x in inside if x.operation == "length"]
         self.reductions = [x for x in inside if x.operation in NOTHING]
-        self.writer = Writer({x: parameters[x] for x in kernel.leaves}, spoken)
+        self.writer = ExpressionWriter({x: parameters[x] for x in kernel.leaves}, local_names)
         self.text.bounds = "32 * WARPS, 1"
         self.places = any(x.operation == "is_column" for x in inside)  # does somebody ask for a column's number?
         self.writer.forms["is_column"] = lambda x: "place == {}"
@@ -51,17 +51,17 @@ class Writing:
     def drop(self, drops: list[Term], inside: list[Term]) -> None:
         """Prepare dropout: the kernel's parameters for each probability, and the function that draws."""
         taken = set(self.parameters.values())
-        for p in dict.fromkeys(x.of[1] for x in drops):
+        for p in dict.fromkeys(x.args[1] for x in drops):
             told = unused("dropped", taken), unused("per_kept", taken)
             taken.update(told)
             self.drawn[p] = ", ".join(told)
             said = self.writer.expression(p)
-            self.told += [(told[0], f"share_of({said})"), (told[1], f"1 / (1 - {said})")]
+            self.told += [(told[0], f"drop_threshold({said})"), (told[1], f"1 / (1 - {said})")]
         draw, place = self.draw
-        self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.of[1]]}, {{2}}, {place})"
+        self.writer.forms["dropout"] = lambda x: f"dropout({{0}}, {self.drawn[x.args[1]]}, {{2}}, {place})"
         how = ", unordered=True" * self.unordered
         self.text.helpers = DROPOUT.format(draw=draw, place=place, how=how).splitlines() if drops else []
-        used = {y for x in inside if x.operation != "dropout" for y in x.of}
+        used = {y for x in inside if x.operation != "dropout" for y in x.args}
         self.leaves = [x for x in self.kernel.leaves if x not in self.drawn or x in used]
 
     def write(self) -> None:
@@ -77,7 +77,7 @@ class Writing:
             text.globals.append("smem = shared(scratch=sv(TILE.rows * WARPS, fp32))")
             text.kernel.append("(scratch,) = smem.open()")
         text.kernel += [FOLLOW, "row = TILE.rows * cuda.blockIdx.x"]
-        tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
+        tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.axes[0])
         blocks = f"-(-{parameters[tall]}.shape[0] // TILE.rows)"
         text.launch = f"{blocks}, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
         every = [(x, parameters[x]) for x in (*self.leaves, *kernel.roots)]
@@ -102,14 +102,14 @@ class Writing:
 
     def folded(self, x: Term, fold: str = "row") -> str:
         """The expression of what a warp's tile contributes to a reduction."""
-        written = self.writer.expression(x.of[0])
+        written = self.writer.expression(x.args[0])
         if self.kernel.filled(x):
             written = f"right_fill({written}, width - col, {NOTHING[x.operation][1]})"
         return f"{fold}_{x.operation}({written})"
 
     def reduce(self, wanted: list[Term], fold: str) -> list[str]:
         """The lines that compute reductions of what is in registers."""
-        lines = self.writer.assignments([x.of[0] for x in wanted], self.parameters.values(), self.kernel.roots)
+        lines = self.writer.assignments([x.args[0] for x in wanted], self.parameters.values(), self.kernel.roots)
         for x in wanted:
             folded = self.folded(x, fold)
             lines.append(f"{self.named(x)} = block.reduce_{x.operation}({folded}, scratch)")
@@ -133,14 +133,14 @@ class Writing:
         it is given is fp8 already."""
         if x.operation not in CASTS or x in self.writer.names:
             return self.writer.expression(x)
-        inner = self.writer.expression(x.of[0])
+        inner = self.writer.expression(x.args[0])
         return f"{x.operation}({inner})" if CASTS[x.operation].itemsize == 1 and is_tile(x) and store == "store" else inner
 
     def load(self, x: Term) -> str:
         """The line that reads a leaf."""
         name = self.parameters[x]
         if is_tile(x):
-            if x.held_as("") == FP8:  # by 16 bytes
+            if x.stored_dtype("") == FP8:  # by 16 bytes
                 return f"{name} = fp32(load({array(name)}, rt(TILE.rows, TILE.cols, fp8e4m3), (row, col)))"
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if along(x):
@@ -148,6 +148,6 @@ class Writing:
             return f"{name} = {'zeros(TILE) + ' * self.kernel.broadcasts}{read}"
         if is_index(x):
             return f"{name} = {array(name)}[row_index(TILE.col_vec) + row]"
-        if not x.names[0]:
-            return f"{name} = {one_number(array(name), ', '.join('0' * x.ndim), x.held_as(''))}"
+        if not x.axes[0]:
+            return f"{name} = {one_number(array(name), ', '.join('0' * x.ndim), x.stored_dtype(''))}"
         return f"{name} = load({array(name)}, TILE.col_vec, (row, 0), cols=0)"

@@ -8,10 +8,10 @@ from ..graph import along, is_index, is_tile
 from ..module import one_number
 from ..names import array
 from ..terms import Term
-from .row_map_text import FOLLOW, Writing
+from .row_map_text import FOLLOW, RowMapWriter
 
 
-class Short(Writing):
+class ShortRows(RowMapWriter):
     """Sixteen rows for each warp. step: the width must be a multiple of it. most: the most columns of all tiles together.
     warps: of a block. blocks: of a multiprocessor, at least, which bounds the registers of a lane."""
 
@@ -34,12 +34,12 @@ class Short(Writing):
         text.kernel += ["place = col_index(PLACES.row_vec)"] * self.places
         text.kernel += [self.load(x) for x in kernel.leaves if x.ndim]
         for level in self.levels():
-            text.kernel += self.writer.assignments([x.of[0] for x in level], self.parameters.values(), kernel.roots)
+            text.kernel += self.writer.assignments([x.args[0] for x in level], self.parameters.values(), kernel.roots)
             for x in level:
                 folded = self.folded(x)
                 text.kernel.append(f"{self.named(x)} = {folded}")
         text.kernel += self.stores("row, 0", "store_unordered" if self.unordered else "store")
-        tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.names[0])
+        tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.axes[0])
         text.launch = f"-(-{name[tall]}.shape[0] // (TILE.rows * WARPS)), 32 * WARPS, early=True"
         wide = [(x, f"{name[x]}.reshape(-1, TILE.cols)") for x in (*kernel.leaves, *kernel.roots) if is_tile(x)]
         others = [(x, name[x]) for x in (*self.leaves, *kernel.roots) if not is_tile(x)]
@@ -56,6 +56,6 @@ class Short(Writing):
             return f"{name} = {f'zeros(rt(TILE.rows, TILE.cols, fp32)) + {read}' if broadcast else read}"
         if is_index(x):
             return f"{name} = {array(name)}[row_index(PLACES.col_vec) + row]"
-        if not x.names[0]:
-            return f"{name} = {one_number(array(name), ', '.join('0' * x.ndim), x.held_as(''))}"
+        if not x.axes[0]:
+            return f"{name} = {one_number(array(name), ', '.join('0' * x.ndim), x.stored_dtype(''))}"
         return f"{name} = load({array(name)}, rt({self.rows}, 16, fp32).col_vec, (row, 0), cols=0)"

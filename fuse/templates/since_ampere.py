@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tiles.lengths import made
 
 from ..axes import PART, Axis
-from ..module import DTYPES, Text, rendered
+from ..module import DTYPES, KernelText, rendered
 from ..names import array
 from ..terms import Term
 from .found import Weight
 from .product import Product
-from .product_text import Folds, Words, extent, index, lead, reading
+from .product_text import ProductWriter, SoftmaxPartials, extent, index, lead, reading
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +35,7 @@ NAMES = (
 )  # ours
 
 
-class Schedule(NamedTuple):
+class AmpereSchedule(NamedTuple):
     """How a kernel is cut into tiles. rows, columns: of y in a block's tile. depth: the extent of a tile along k. stages: of a
     pipeline. group: how many rows of tiles share what is read of the weights. bands, parts: the warps, one below the other and
     side by side."""
@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
         return f"tiles of {self.rows} x {self.columns} through {self.stages} stages"
 
 
-def schedule(batch: int, m: int, n: int, products: int, rank: int, folds: bool) -> Schedule:
+def schedule(batch: int, m: int, n: int, products: int, rank: int, folds: bool) -> AmpereSchedule:
     """The schedule of a batch of products of m rows and n columns. rank: see SinceAmpere. folds: are tiles as wide as a
     part?"""
     wide = 128 // products
@@ -64,28 +64,28 @@ def schedule(batch: int, m: int, n: int, products: int, rank: int, folds: bool) 
     blocks = batch * -(-m // rows) * -(-n // columns)
     room = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * rank
     stage = 2 * depth * (rows + columns * products + rank)
-    return Schedule(rows, columns, depth, max(2, min(4, room // stage)), GROUP, bands, parts)
+    return AmpereSchedule(rows, columns, depth, max(2, min(4, room // stage)), GROUP, bands, parts)
 
 
 class SinceAmpere(Product):
     """The kernel for products on cards without wgmma: see the module."""
 
     label, most_rows, early = "product", 2**31 - 1, False
-    scheduled: Schedule | None = None  # how it is cut, if other lengths decide that than those of its terms
+    scheduled: AmpereSchedule | None = None  # how it is cut, if other lengths decide that than those of its terms
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> AmpereSchedule:
         """How the product is cut into tiles."""
         return self.scheduled or self.schedule_at({})
 
-    def schedule_at(self, known: Mapping[Axis, Any]) -> Schedule:
+    def schedule_at(self, known: Mapping[Axis, Any]) -> AmpereSchedule:
         """How it is cut for other lengths of axes."""
         return made(schedule, *self.sizes(known), len(self.products), self.rank, bool(self.folds))
 
     @property
     def rank(self) -> int:
         """The columns of the narrow product, rounded up to what warps copy together; 0 if there is no such product."""
-        return max((-(-x.of[0].extents[1] // WARP) * WARP for x in self.narrow), default=0)
+        return max((-(-x.args[0].extents[1] // WARP) * WARP for x in self.narrow), default=0)
 
     @property
     def copied(self) -> list[Term]:
@@ -93,7 +93,7 @@ class SinceAmpere(Product):
         return [self.x, *(w.array for w in self.weights)]
 
     @classmethod
-    def serving(cls, root: Term) -> Iterator[Self]:
+    def kernels_for(cls, root: Term) -> Iterator[Self]:
         """The kernels that compute a term."""
         for kernel in cls.matches(root):
             joined = not kernel.narrow or (len(kernel.products) == 1 and kernel.joined)
@@ -102,9 +102,9 @@ class SinceAmpere(Product):
                 yield kernel
 
     @classmethod
-    def folding(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
+    def softmax_kernels_for(cls, roots: tuple[Term, ...], processors: int) -> Iterator[Self]:
         """The kernels that compute what is known of the parts of rows of scores (terms.of_parts)."""
-        yield from filter(None, (one.fold(roots) for one in cls.serving(roots[0].of[0])))
+        yield from filter(None, (one.fold(roots) for one in cls.kernels_for(roots[0].args[0])))
 
     @property
     def maps(self) -> float:
@@ -115,25 +115,25 @@ class SinceAmpere(Product):
     def __str__(self):
         return f"product since Ampere of {', '.join(map(str, self.roots))}"
 
-    def explained(self) -> str:
+    def describe(self) -> str:
         """What it does, in words."""
         s = self.schedule
         told = f"a product by mma.sync in {s}, which come by cp.async"
         return ", ".join([told, *self.riding])
 
-    def text(self, name: str, parameters: dict[Term, str], spoken: dict[Term, str]) -> Text:
+    def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
         """See RowMap.text."""
-        return rendered("since_ampere.jinja", _gaps(self, parameters, spoken))
+        return rendered("since_ampere.jinja", _gaps(self, parameters, local_names))
 
 
-class Piped(NamedTuple):
+class PipelinedMatrix(NamedTuple):
     """A matrix that comes through a pipeline. array: the kernel's parameter. turned: see Weight. acc: the accumulator of its
     product. part: does a warp work on a part of its columns? beside: the expression of where its columns begin. lead: the
     first part of an index, in a batch."""
 
     name: str
     array: str
-    turned: bool
+    transposed: bool
     acc: str = ""
     part: bool = False
     beside: str = "col"
@@ -149,18 +149,18 @@ class Piped(NamedTuple):
 
     @property
     def form(self) -> str:
-        return "ABt" if self.turned else "AB"
+        return "ABt" if self.transposed else "AB"
 
     def at(self, k: str) -> str:
         """The index at which a tile begins."""
-        return f"({self.lead}{f'{self.beside}, {k}' if self.turned else f'{k}, {self.beside}'})"
+        return f"({self.lead}{f'{self.beside}, {k}' if self.transposed else f'{k}, {self.beside}'})"
 
     def mine(self, arrived: str, depth: str) -> str:
         """The expression of the warp's part of a tile that has arrived."""
-        return f"subtile({arrived}, {'PART, part' if self.turned else f'{depth}, 0, PART, part'})" if self.part else arrived
+        return f"subtile({arrived}, {'PART, part' if self.transposed else f'{depth}, 0, PART, part'})" if self.part else arrived
 
 
-class Vector(NamedTuple):
+class PrefetchedVector(NamedTuple):
     """A vector along k, which is read from memory a step ahead."""
 
     name: str
@@ -172,40 +172,40 @@ class Vector(NamedTuple):
         return f"load({self.array}, LEFT.row_vec, {index(self.term, '0', k)})"
 
 
-class Side(NamedTuple):
+class WarpRowSum(NamedTuple):
     """A sum of rows that is computed alongside the product. inner: the expression of what is summed."""
 
     name: str
     inner: str
 
 
-class Narrow(NamedTuple):
+class NarrowProductPipeline(NamedTuple):
     """A narrow product that is computed alongside, `first`, and the matrix that it is multiplied by, `second`. rank: its
     columns. scaled: the expression of the narrow product as it goes on."""
 
     rank: int
-    first: Piped
-    second: Piped
+    first: PipelinedMatrix
+    second: PipelinedMatrix
     scaled: str
 
 
-def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, str]) -> dict[str, Any]:
+def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
     """What fills the gaps of since_ampere.jinja."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
 
-    def piped(weight: Weight, acc: str, **more: Any) -> Piped:
+    def piped(weight: Weight, acc: str, **more: Any) -> PipelinedMatrix:
         name = parameters[weight.array]
-        return Piped(name, array(name), weight.turned, acc, lead=lead(weight.array), **more)
+        return PipelinedMatrix(name, array(name), weight.transposed, acc, lead=lead(weight.array), **more)
 
     several = len(kernel.products) > 1
     products = [
         piped(w, f"acc_{parameters[w.array]}" if several else "acc", part=s.parts > 1) for w in kernel.products.values()
     ]
-    x, vectors = Piped(parameters[kernel.x], array(parameters[kernel.x]), True, beside="row", lead=lead(kernel.x)), []
+    x, vectors = PipelinedMatrix(parameters[kernel.x], array(parameters[kernel.x]), True, beside="row", lead=lead(kernel.x)), []
     for v in kernel.vectors:
-        vectors.append(Vector(parameters[v], array(parameters[v]), v))
+        vectors.append(PrefetchedVector(parameters[v], array(parameters[v]), v))
 
-    words = Words(kernel, parameters, spoken, (*NAMES, *(p.acc for p in products)))
+    words = ProductWriter(kernel, parameters, local_names, (*NAMES, *(p.acc for p in products)))
     mine = f"subtile({x.tiles}.wait(i, NEWER), BAND, band)"
     prologue, operand, summed = words.prologue({kernel.x: "wide"} if kernel.plain else {})
     if kernel.plain:
@@ -218,14 +218,14 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
     if kernel.narrow:
         ((first, second),) = kernel.narrow.values()
         parts = piped(first, "product", beside="0"), piped(second, "", part=s.parts > 1)
-        narrow = Narrow(kernel.rank, *parts, words.narrow("product", products[0].acc))
+        narrow = NarrowProductPipeline(kernel.rank, *parts, words.narrow("product", products[0].acc))
     known = {y: p.acc for y, p in zip(kernel.products, products)} | {y: name for y, (name, _) in zip(kernel.sides, summed)}
     place = "row_index(ACC.col_vec) + row", "col_index(ACC.row_vec) + col"
     epilogue, written = words.epilogue(known, lambda y, its: reading(y, its, "ACC", "row", "col"), *place)
 
     rings = [*products, *([narrow.first] if narrow else [])]
     opened = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]
-    result, batch, folds = parameters[kernel.roots[0]], kernel.batch is not None, Folds.of(kernel, parameters)
+    result, batch, folds = parameters[kernel.roots[0]], kernel.batch is not None, SoftmaxPartials.of(kernel, parameters)
     grid = f"(rows * cols, {result}.shape[0])" if batch else "rows * cols"
     tall, wide, deep = *(extent(kernel.root, result, n) for n in (-2, -1)), extent(kernel.x, x.name, -1)
     cols = f"{result}.shape[1]" if folds else f"-(-{wide} // COLUMNS)"
@@ -236,7 +236,7 @@ def _gaps(kernel: SinceAmpere, parameters: dict[Term, str], spoken: dict[Term, s
     arguments += words.lengths + [(parameters[n], parameters[n]) for n in kernel.numbers]
     return {
         "schedule": s, "dtype": dtype, "x": x, "products": products, "rings": rings, "narrow": narrow, "vectors": vectors,
-        "sides": [Side(*one) for one in summed], "held": bool(vectors or summed or not kernel.plain),
+        "sides": [WarpRowSum(*one) for one in summed], "held": bool(vectors or summed or not kernel.plain),
         "prologue": prologue, "operand": operand, "mine": mine, "opened": opened, "epilogue": epilogue, "written": written,
         "result": array(result), "arguments": arguments, "launch": f"{grid}, 32 * WARPS, shared=smem",
         "batch": batch, "folds": folds, "at": index(kernel.root, "row", "col"),

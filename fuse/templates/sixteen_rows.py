@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..graph import along, between, is_tile
 from ..names import unused
 from ..terms import Term
-from .row_map_text import NOTHING, Writing
+from .row_map_text import NOTHING, RowMapWriter
 
 PLACE = "place = col_index(TILE.row_vec) + col"
 LEAST = "-3e38"  # close to the least number of float32 and bfloat16
@@ -18,13 +18,13 @@ LEAST = "-3e38"  # close to the least number of float32 and bfloat16
 
 def is_softmax_sum(x: Term) -> bool:
     """Is the term sum(exp(s - max(s)))?"""
-    if x.operation != "sum" or x.of[0].operation != "exp" or x.of[0].of[0].operation != "sub":
+    if x.operation != "sum" or x.args[0].operation != "exp" or x.args[0].args[0].operation != "sub":
         return False
-    scores, greatest = x.of[0].of[0].of
-    return greatest.operation == "max" and greatest.of[0] is scores
+    scores, greatest = x.args[0].args[0].args
+    return greatest.operation == "max" and greatest.args[0] is scores
 
 
-class Held(Writing):
+class RegisterRows(RowMapWriter):
     """Sixteen rows for each block, which stay in registers."""
 
     says = "stay in registers, sixteen of a block"
@@ -40,7 +40,7 @@ class Held(Writing):
         self.text.kernel += self.stores()
 
 
-class Looped(Writing):
+class LoopedRows(RowMapWriter):
     """Sixteen rows for each block, read again for each level of reductions. place: the line that computes which columns a warp
     has."""
 
@@ -53,7 +53,7 @@ class Looped(Writing):
         self.width(True)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim and not along(x)]
         levels = self.levels()
-        sums = {x.of[0].of[0].of[1]: x for level in levels for x in level if is_softmax_sum(x)}
+        sums = {x.args[0].args[0].args[1]: x for level in levels for x in level if is_softmax_sum(x)}
         for level in levels:
             rest = [x for x in level if x not in sums and x not in sums.values()]
             for x in level:
@@ -75,7 +75,7 @@ class Looped(Writing):
         """Write the loop that computes these reductions, all of one level."""
         if not wanted:
             return
-        inner = [x.of[0] for x in wanted]
+        inner = [x.args[0] for x in wanted]
         before = dict(self.writer.names)
         body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
         folds = [self.folded(x) for x in wanted]
@@ -110,8 +110,8 @@ class Looped(Writing):
         most, added = self.named(greatest), self.named(total)
         taken = {*self.writer.names.values(), *self.parameters.values()}
         higher, own = unused("higher", taken), unused("own", taken)
-        before, inner = dict(self.writer.names), [greatest.of[0], *(x.of[0] for x in rest)]
-        among = [*inner, total.of[0]]
+        before, inner = dict(self.writer.names), [greatest.args[0], *(x.args[0] for x in rest)]
+        among = [*inner, total.args[0]]
         body = [*self.loads(inner), *self.writer.assignments(inner, {*taken, higher, own}, among)]
         body.append(f"{higher} = maximum({most}, {self.folded(greatest)})")
         self.writer.names[greatest] = higher

@@ -74,7 +74,7 @@ def test_proof(card):
 
 def _own(change):
     """A rule that makes something of what rows keep."""
-    return lambda x: (change(*x.of) for _ in range(x.operation == "among"))
+    return lambda x: (change(*x.args) for _ in range(x.operation == "among"))
 
 
 BY_INDEX = next(rule for rule in rules.RULES if "adapters" in rule.name)
@@ -88,9 +88,9 @@ WRONG = {
 def test_a_wrong_rule_is_caught(name):
     kernel, arrays = operators.lora_linear_by_index, sample(70)
     found = kernel.trace(kernel._arguments(arrays))
-    forms = rules.equal(found.roots, found.space, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
-    once = next(form for form in forms if len(form.rules) == 2)
-    assert not proof.identity(found.roots, once.roots).equal
+    forms = rules.equal(found.roots, found.table, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
+    memoize_by_kinds = next(form for form in forms if len(form.rules) == 2)
+    assert not proof.identity(found.roots, memoize_by_kinds.roots).equal
 
 
 @pytest.mark.parametrize("function", [operators.lora_linear_by_index, operators.lora_linear_by_index.run])

@@ -181,10 +181,10 @@ def test_variables_of_a_definition():
         return definition(first, 5.0) if n == 2.0 else first
 
     found = fuse.kernel(lambda x: x)  # nothing has a name
-    assert found.trace([ARRAYS[0]]).spoken == ()
+    assert found.trace([ARRAYS[0]]).local_names == ()
     kernel = fuse.kernel(definition)
-    spoken = dict(kernel._trace((*kernel._shapes([ARRAYS[0]]),)).spoken)
-    assert {*spoken} == {"first", "second", "third", "x"}
+    local_names = dict(kernel._trace((*kernel._shapes([ARRAYS[0]]),)).local_names)
+    assert {*local_names} == {"first", "second", "third", "x"}
 
     def wrong(x):
         part = x * 2.0

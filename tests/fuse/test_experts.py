@@ -52,7 +52,7 @@ EXPERTS_RULE = next(rule for rule in rules.RULES if "experts" in rule.name)
 
 
 def _spread(change):
-    return lambda x: (change(*x.of) for _ in range(x.operation == "spread"))
+    return lambda x: (change(*x.args) for _ in range(x.operation == "spread"))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def _spread(change):
 def test_a_wrong_rule_is_caught(wrong):
     kernel = fuse.kernel(lambda p, x, g, w: fuse.weighted(p, (x @ fuse.transpose(g)) @ w))
     found = kernel.trace((normal(5, EXPERTS), normal(5, INNER), *(normal(EXPERTS, ACROSS, INNER) for _ in range(2))))
-    forms = rules.equal(found.roots, found.space, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
-    right, once = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
-    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, once.roots).equal
+    forms = rules.equal(found.roots, found.table, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
+    right, memoize_by_kinds = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
+    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, memoize_by_kinds.roots).equal
 
 
 def test_mistakes():

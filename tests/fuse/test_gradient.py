@@ -11,9 +11,9 @@ from fuse import graph, inspect, module, terms
 from fuse.candidates import candidates, chosen
 from fuse.cost import card, card_of
 from fuse.derivative import BACK, NoRule
-from fuse.evaluate import InNumPy, evaluate
+from fuse.evaluate import NumPyArithmetic, evaluate
 from fuse.proof import identity
-from fuse.trace import Shape, traced
+from fuse.trace import Shape, trace_definition
 from tiles import bf16, fp16, fp32
 from tiles.testing import assert_close
 
@@ -44,8 +44,8 @@ DEFINITIONS = {  # definitions of x, of another matrix or vector, and what they 
 
 def values(gradient, arrays):
     """What its terms are worth, in float64."""
-    whole = gradient._whole(gradient._shapes(gradient._arguments(arrays)))
-    return evaluate(whole.roots, dict(zip(gradient.names, arrays)), InNumPy(np.float64))
+    whole = gradient._trace_all(gradient._shapes(gradient._arguments(arrays)))
+    return evaluate(whole.roots, dict(zip(gradient.names, arrays)), NumPyArithmetic(np.float64))
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -55,7 +55,7 @@ def test_finite_differences(name):
     x, y = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
 
     def value(*arrays):
-        return evaluate(function.trace((x, y)).roots, dict(zip("xy", arrays)), InNumPy(np.float64))[0]
+        return evaluate(function.trace((x, y)).roots, dict(zip("xy", arrays)), NumPyArithmetic(np.float64))[0]
 
     wide = [np.asarray(a, np.float64) for a in (x, y)]
     by = rng.standard_normal(value(*wide).shape).astype(np.float32)
@@ -89,7 +89,7 @@ def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
     for function, arrays in _functions():
         roots = function.trace(arrays).roots
         by = [np.zeros(x.extents, np.float32) for x in roots]
-        operations = {x.operation for x in graph.walk(*roots) if x.of} - seen - {*NO_GRADIENT, "is_column"}
+        operations = {x.operation for x in graph.walk(*roots) if x.args} - seen - {*NO_GRADIENT, "is_column"}
         assert function.gradient.differences(*arrays, *by).passed
         for operation in operations:
             right = BACK[operation]
@@ -123,7 +123,7 @@ def test_a_norm_comes_back_as_one_writes_it():
     function = fuse.kernel(lambda x, g: (x - fuse.mean(x)) * fuse.rsqrt(fuse.var(x) + 1e-5) * g)
     arrays: tuple = tuple(np.zeros(s, bf16.np) for s in ((4, 8), 8, (4, 8)))
     arrays = function.gradient._arguments(arrays)
-    (dx, _) = function.gradient._whole(function.gradient._shapes(arrays)).roots
+    (dx, _) = function.gradient._trace_all(function.gradient._shapes(arrays)).roots
     text = repr(dx)
     assert len(set(re.findall(r"sum\(dy \* g\)|sum\(dy \* g \* \(x - sum\(x\) / 8\)\)", text))) == 2
     (of_softmax,) = fuse.kernel(lambda x: fuse.softmax(x)).gradient._trace(function._shapes(arrays[:1]) * 2).roots
@@ -173,10 +173,10 @@ def sample(name, rows):
 def compare(gradient, arrays, got):
     """By the error rule, with three times what the definition is wrong in the dtype of the arrays."""
     given = gradient._arguments(arrays)
-    whole = gradient._whole(gradient._shapes(given))
-    named = {name: x.T if s.turned else x for name, x, s in zip(gradient.names, given, gradient._shapes(given))}
-    ref = evaluate(whole.roots, {name: np.asarray(x, np.float64) for name, x in named.items()}, InNumPy(np.float64))
-    low = evaluate(whole.roots, named, InNumPy(bf16.np))
+    whole = gradient._trace_all(gradient._shapes(given))
+    named = {name: x.T if s.transposed else x for name, x, s in zip(gradient.names, given, gradient._shapes(given))}
+    ref = evaluate(whole.roots, {name: np.asarray(x, np.float64) for name, x in named.items()}, NumPyArithmetic(np.float64))
+    low = evaluate(whole.roots, named, NumPyArithmetic(bf16.np))
     for x, r, d in zip(got, ref, low, strict=True):
         x = x.T if x.ndim == r.ndim == 2 and x.shape != r.shape and x.T.shape == r.shape else x
         assert_close(x.reshape(r.shape), r, d, factor=3)
@@ -269,9 +269,9 @@ def rows_and_vectors(kinds, rows, columns):
 def test_sums_over_rows(name, kinds, rows, columns):
     """Rows of tiles that fill them are added up as they go by, in registers or shared memory; none is written to be summed."""
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, columns)
-    text, explained = gradient.source(*arrays), gradient.explain(*arrays)
+    text, describe = gradient.source(*arrays), gradient.explain(*arrays)
     assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
-    assert "The framework" not in explained and "adds up their sums over rows" in explained
+    assert "The framework" not in describe and "adds up their sums over rows" in describe
     compare(gradient, arrays, gradient.run(*arrays))
     assert gradient.proof(*arrays).holds
 
@@ -284,14 +284,14 @@ def test_no_rows_to_sum():
 
 def test_sums_of_some_rows_add_up():
     """Whatever their number."""
-    found = traced(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
+    found = trace_definition(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
     (x,) = found.roots
-    terms.SPACES.append(found.space)
+    terms.TABLES.append(found.table)
     try:
         whole = terms.total_along(x, (-2,))
         parts = [terms.total_along(terms.gathered(x, n), (-2,)) for n in (1, 3, 7)]
     finally:
-        terms.SPACES.pop()
+        terms.TABLES.pop()
     assert all(identity([whole], [one]).equal for one in parts)
     assert not identity([whole], [terms.total_along(x, (-1,))]).equal
 

@@ -228,10 +228,10 @@ def test_refused_with_the_shapes_of_the_call(definition, words):
 
 def test_a_gradient_that_is_not_given_what_the_result_gets():
     x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
-    once = fuse.kernel(lambda x, w: x @ w)
+    memoize_by_kinds = fuse.kernel(lambda x, w: x @ w)
     words = "gradient: takes the arguments of .*, then the gradient by each of its results"
     with pytest.raises(TypeError, match=rf"{words}; got 2"):
-        once.gradient(x, w)
-    assert [y.shape for y in once.gradient(x, w, np.ones((4, 32), BF16))] == [x.shape, w.shape]
+        memoize_by_kinds.gradient(x, w)
+    assert [y.shape for y in memoize_by_kinds.gradient(x, w, np.ones((4, 32), BF16))] == [x.shape, w.shape]
     with pytest.raises(TypeError, match=rf"{words}: x, w, dy; got 2"):  # now it is known how many results there are
-        once.gradient(x, w)
+        memoize_by_kinds.gradient(x, w)

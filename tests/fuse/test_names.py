@@ -147,7 +147,7 @@ def every():
 def test_all_templates_are_among_them(every):
     known = set()
     for _, _, one in every.values():
-        for kernel in one.way.kernels:
+        for kernel in one.plan.kernels:
             known |= {type(kernel).__name__, getattr(kernel, "form", type(kernel)).__name__}
     files = [importlib.import_module(f"fuse.templates.{one.name}") for one in pkgutil.iter_modules(templates.__path__)]
     all_of = {
@@ -156,7 +156,7 @@ def test_all_templates_are_among_them(every):
     writes = {
         name for one in files for name, its in vars(one).items() if getattr(its, "text", None) or getattr(its, "write", None)
     }
-    assert known >= (all_of & writes) - {"Product", "Writing"}, (all_of & writes) - known
+    assert known >= (all_of & writes) - {"Product", "RowMapWriter"}, (all_of & writes) - known
 
 
 def test_all_names_in_all_places(every, monkeypatch):
@@ -167,14 +167,14 @@ def test_all_names_in_all_places(every, monkeypatch):
     monkeypatch.setattr(writing, "LONG", 10**6)
     first = every[next(iter(every))][1]
     for case, (_, found, candidate) in every.items():
-        places = [len(found.inputs), len(found.outs), 1, len(found.spoken)]
+        places = [len(found.inputs), len(found.outs), 1, len(found.local_names)]
 
         def text(words):
             given = iter(words)
             inputs = tuple([(next(given), x) for _, x in found.inputs])
             outs, name = tuple([next(given) for _ in found.outs]), next(given)
-            spoken = tuple([(next(given), x) for _, x in found.spoken])
-            return chosen.__wrapped__(name, found._replace(inputs=inputs, outs=outs, spoken=spoken), candidate).text
+            local_names = tuple([(next(given), x) for _, x in found.local_names])
+            return chosen.__wrapped__(name, found._replace(inputs=inputs, outs=outs, local_names=local_names), candidate).text
 
         free = text([f"neutral{n}n" for n in range(sum(places))])
         assert differ(free, free) is None

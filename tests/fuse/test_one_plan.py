@@ -169,11 +169,11 @@ def test_what_a_call_takes_is_what_is_printed(monkeypatch):
     """Whatever comes first, as after measuring."""
     kernel, arrays = fuse.kernel(lambda x, g, w: norm(x, g) @ w), (normal(5, 64), normal(64), normal(64, 32))
     first, second, *_ = kernel.candidates(*arrays)
-    ways = kernel._ways
+    ways = kernel._rank_plans
     kernel.best.cache_clear()
-    monkeypatch.setattr(kernel, "_ways", lambda *given: (ways(*given)[0], [second, first]))
+    monkeypatch.setattr(kernel, "_rank_plans", lambda *given: (ways(*given)[0], [second, first]))
     text, said = kernel.source(*arrays), kernel.explain(*arrays)
-    assert text != fuse.kernel(kernel.definition).source(*arrays) and said == second.explained()
+    assert text != fuse.kernel(kernel.definition).source(*arrays) and said == second.describe()
     planned = []
     monkeypatch.setattr(module, "load", lambda text, *more, load=module.load: planned.append(text) or load(text, *more))
     kernel.run(*arrays)

@@ -15,9 +15,9 @@ from tiles import bf16, fp16
 
 def written(operator, arrays):
     """What the best module writes: results, and what its kernels leave each other."""
-    found = operator.trace(operator._rows(operator._arguments(arrays))[0])
+    found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
     made = chosen(operator.name, found, candidates(found, card(None))[0])
-    return [np.empty(x.extents, x.held_as(arrays[0].dtype.name)) for x in made.written]
+    return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in made.written]
 
 
 def test_all_are_here():
@@ -76,7 +76,7 @@ def test_what_was_measured(monkeypatch, tmp_path):
     operator, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 3, bf16)
     by_roofline = operator.candidates(*arrays)
     found = operator.tune(*arrays)
-    assert str(found[0]).endswith("measured 1.0 us") and found[0].way is by_roofline[len(found[: tune.FEW]) - 1].way
+    assert str(found[0]).endswith("measured 1.0 us") and found[0].plan is by_roofline[len(found[: tune.FEW]) - 1].plan
     assert [str(one) for one in operator.candidates(*arrays)] == [str(one) for one in found]
 
 
@@ -85,7 +85,7 @@ def test_every_candidate(rows):
     """What tuning may choose is right, too."""
     operator, arrays = operators.rms_norm_linear, sample("rms_norm_linear", rows, bf16)
     defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
-    found = operator.trace(operator._rows(operator._arguments(arrays))[0])
+    found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
     for one in candidates(found, card(None))[: tune.FEW]:
         made, space = chosen(operator.name, found, one), {}
         exec(made.text, space)
@@ -99,8 +99,8 @@ def test_every_candidate(rows):
 def test_weights_as_torch_has_them(name, rows):
     """(N, K) in memory: the transpose of what is multiplied by."""
     arrays = sample(name, rows, bf16)
-    turned = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
-    compare(getattr(operators, name), turned, getattr(operators, name).run(*turned))
+    transposed = [np.asfortranarray(x) if x.ndim == 2 and n else x for n, x in enumerate(arrays)]
+    compare(getattr(operators, name), transposed, getattr(operators, name).run(*transposed))
 
 
 @pytest.mark.gpu

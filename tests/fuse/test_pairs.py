@@ -25,9 +25,9 @@ def test_results(case, monkeypatch):
     """Of two blocks, the second of which has fewer rows; each brings one of two weights to both, or half of one."""
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: replace(H200, processors=1))
     monkeypatch.setenv("TILES_CHECK", "0")
-    name, _, turned = case.partition(", ")
+    name, _, transposed = case.partition(", ")
     arrays = [normal(*shape) for shape in SHAPES[case]]
-    arrays = [np.ascontiguousarray(x.T).T if turned and n else x for n, x in enumerate(arrays)]
+    arrays = [np.ascontiguousarray(x.T).T if transposed and n else x for n, x in enumerate(arrays)]
     kernel = fuse.kernel(getattr(operators, name).definition)
     assert "BLOCKS = 2, 2, 4, 8, " in kernel.source(*arrays)
     compare(kernel, arrays, kernel.run(*arrays))

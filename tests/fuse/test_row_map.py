@@ -101,17 +101,17 @@ LINES = [(512, "right"), (544, "right"), (768, "lower"), (1024, ""), (1040, "rig
 
 
 @pytest.mark.parametrize(("columns", "filled"), LINES)
-def test_rows_of_whole_lines(columns, filled):
+def test_rows_of_whole_lines(columns, fill_lengths):
     """Columns may come in any order; beyond a row's end lines are cut off, where tiles are not as wide as rows. Then a module
     that is kept takes no others."""
     rng = np.random.default_rng(0)
     arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
     text = layer_norm.source(*arrays)
     fills = [side for side in ("lower", "right") if f"{side}_fill(" in text]
-    assert "".join(fills) == filled and ("load_unordered(" in text) == (filled != "right")
+    assert "".join(fills) == fill_lengths and ("load_unordered(" in text) == (fill_lengths != "right")
     compare(layer_norm, arrays, layer_norm.run(*arrays))
     assert layer_norm.proof(*arrays).holds
-    if not filled:
+    if not fill_lengths:
         space: dict = {}
         exec(text, space)
         others = [sample(rng, kind, 5, columns // 2, bf16) for kind in "xxggxx"]

@@ -25,15 +25,15 @@ def without_wgmma(monkeypatch):
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: A100)
 
 
-def turned(arrays):
+def transposed(arrays):
     """Weights as torch has them: (N, K) in memory."""
     return [np.asfortranarray(x) if n and np.ndim(x) == 2 else x for n, x in enumerate(arrays)]
 
 
-@pytest.mark.parametrize(("rows", "lying", "dtype"), [(1, turned, fp16), (17, list, bf16), (70, turned, bf16)])
+@pytest.mark.parametrize(("rows", "lying", "dtype"), [(1, transposed, fp16), (17, list, bf16), (70, transposed, bf16)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_against_float64(name, rows, lying, dtype, without_wgmma, monkeypatch):
-    if lying is turned:
+    if lying is transposed:
         monkeypatch.setenv("TILES_CHECK", "0")  # Numba has seen the kernel of 17 rows
     kernel = fuse.kernel(getattr(operators, name).definition)
     arrays = lying(sample(name, rows, dtype))
@@ -47,7 +47,7 @@ def test_text_and_proof(name):
     found = operator.trace(operator._arguments(sample(name, 17, bf16)))
     best = candidates(found, A100)[0]
     text = chosen(name, found, best).text
-    assert any(isinstance(kernel, SinceAmpere) for kernel in best.way.kernels)
+    assert any(isinstance(kernel, SinceAmpere) for kernel in best.plan.kernels)
     assert not any(word in text for word in ("tensor", "warpgroup", "cluster"))
     assert len(text.splitlines()) <= 80 * text.count("@cuda.jit") and max(map(len, text.splitlines())) <= module.WIDTH
     run = proof.checked(name, found, best)
@@ -104,7 +104,7 @@ def test_beyond_the_end_of_rows(name, card, monkeypatch):
     monkeypatch.setattr("fuse.definition.card", lambda ordinal: card)
     definition, shapes = EDGES[name]
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
-    assert len(kernel.candidates(*arrays)[0].way.kernels) == len(shapes[-1])  # a row map ahead of a product
+    assert len(kernel.candidates(*arrays)[0].plan.kernels) == len(shapes[-1])  # a row map ahead of a product
     compare(kernel, arrays, kernel.run(*arrays))
 
 
@@ -140,7 +140,7 @@ def test_docstrings_say_shapes():
 def test_modules_have_all_names(arch):
     """At lengths that are served: a kernel finds what it calls, whatever the module's other kernels and its launches name."""
     for case in inspect.cases(arch=arch):
-        if case.rows in (1, 4096) and not case.turned:
+        if case.rows in (1, 4096) and not case.transposed:
             operator = getattr(operators, case.name)
             found = operator._trace(inspect.shapes(case))
             made = module.load(chosen(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)

@@ -35,8 +35,8 @@ def test_compiled():
     for rows in (3, 5, 9):
         x = torch.randn(rows, 40, dtype=torch.bfloat16)
         assert torch.equal(step(x, g, w), operators.rms_norm_linear(x * 2, g, w) + 1)
-    turned = w.t().contiguous().t()
-    assert torch.equal(step(x, g, turned), operators.rms_norm_linear(x * 2, g, turned) + 1)
+    transposed = w.t().contiguous().t()
+    assert torch.equal(step(x, g, transposed), operators.rms_norm_linear(x * 2, g, transposed) + 1)
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])

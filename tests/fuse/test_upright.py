@@ -32,13 +32,13 @@ def upright(monkeypatch):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("rows", [37, 64])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_results(name, rows, turned, upright, monkeypatch):
+def test_results(name, rows, transposed, upright, monkeypatch):
     """At lengths of which none is a multiple of a tile's, of weights (K, N) and (N, K)."""
     if rows == 37:
         monkeypatch.setenv("TILES_CHECK", "0")
     kernel = fuse.kernel(FUNCTIONS[name])
     arrays = [normal(rows, 200), normal(200, 136), normal(200), normal(rows, 136), normal(136)]
-    arrays[1] = np.asfortranarray(arrays[1]) if turned else arrays[1]
+    arrays[1] = np.asfortranarray(arrays[1]) if transposed else arrays[1]
     assert f"= 64, {UPRIGHT}, " in kernel.source(*arrays)
     compare(kernel, arrays, kernel.run(*arrays))
 
@@ -64,7 +64,7 @@ def test_proof(upright):
 def test_where_it_serves(rows, columns):
     """Where 96 columns leave fewer multiprocessors idle than 128 do, and take in less of x than 64: 6144 of them."""
     case = Case("rms_norm_linear", rows)
-    (kernel,) = candidates(case.operator._trace(shapes(case)), card(None))[0].way.kernels
+    (kernel,) = candidates(case.operator._trace(shapes(case)), card(None))[0].plan.kernels
     assert kernel.schedule.columns == columns
 
 
@@ -72,7 +72,7 @@ def test_where_it_serves(rows, columns):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("rows", [37, 64])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_on_the_card(name, rows, turned):
+def test_on_the_card(name, rows, transposed):
     torch = pytest.importorskip("torch")
     from tiles.testing.backends import to_numpy, to_torch
 
@@ -80,7 +80,7 @@ def test_on_the_card(name, rows, turned):
     sizes = (rows, 1000), (1000, 6136), (1000,), (rows, 6136), (6136,)
     arrays = [normal(*s) for s in sizes]
     given = [*map(to_torch, arrays)]
-    given[1] = given[1].t().contiguous().t() if turned else given[1]
+    given[1] = given[1].t().contiguous().t() if transposed else given[1]
     assert f"= 64, {UPRIGHT}, " in kernel.source(*given)
     got = kernel(*given)
     torch.cuda.synchronize()

@@ -4,19 +4,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.program import Fill, Plan, program
+from tiles.plan import Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
 from ...cache import append as appending
-from ...families import choose
-from ...names import by_other_names
-from ...options import flag, norm_parts, number, positive
+from ...families import choose_family
+from ...names import suggests_argument_names
+from ...options import check_flag, check_number, check_positive, split_norm
 from ..call_options import OF_AUX, eight, ends_of
 from ..index_checks import Asking, indexed
 from ..planning import check_extents, functions_of, scale_of
 from ..python_functions import named
-from .launches import Asked, appended, cache_of, of_few, of_many, shared_out
+from .launches import DecodeOptions, appended, cache_of, of_few, of_many, shared_out
 from .norms import norms_of
 from .page_checks import placed
 
@@ -71,10 +72,10 @@ DECODE = _schema("decode", HELD, KEYS, MADE)
 VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
 OF_APPEND = GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE
 APPENDING = _schema("decode_append", *OF_APPEND)
-QUANTISING = _schema("decode_append_quantising", *map(appending.with_descales_found, OF_APPEND))
+QUANTISING = _schema("decode_append_quantising", *map(appending.with_token_descales, OF_APPEND))
 
 
-@by_other_names
+@suggests_argument_names
 def decode(
     q: Any,
     k: Any,
@@ -178,17 +179,17 @@ def decode(
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
     left, right = ends_of(window)
     options = (  # of every step of a server: each line costs it
-        flag("causal", causal),
+        check_flag("causal", causal),
         left,
         right,
-        None if softcap is None else positive("softcap", softcap),
+        None if softcap is None else check_positive("softcap", softcap),
         parts_of(splits),
         None if mask is None else named("mask", mask),
         None if score is None else named("score", score),
-        flag("interleaved", interleaved),
-        0.0 if q_norm is k_norm is k_new_norm is None else positive("norm_eps", norm_eps),
-        None if scale is None else number("scale", scale),
-        flag("return_lse", return_lse),
+        check_flag("interleaved", interleaved),
+        0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
+        None if scale is None else check_number("scale", scale),
+        check_flag("return_lse", return_lse),
         family,
     )
     if k_new is v_new is rotary is None:
@@ -199,7 +200,7 @@ def decode(
             given = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
             return _decode(stream, given, options, layout)
     arrays, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
-    norms = *norm_parts("q_norm", q_norm), *norm_parts("k_norm", k_norm)
+    norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     if k_new is v_new is rotary is None:
         return _variant(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), out, None), options, layout)
     if k_new is None or v_new is None:
@@ -216,8 +217,8 @@ def decode(
         turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales)
         keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
         return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
-    new = k_new, v_new, *norm_parts("k_new_norm", k_new_norm), cu_seqlens_new, *appending.tables_of(rotary), positions
-    call = _append_quantising if appending.of_tokens(k_descale, v_descale) else _append
+    new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.rotary_tables(rotary), positions
+    call = _append_quantising if appending.has_token_descales(k_descale, v_descale) else _append
     return call(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
 
 
@@ -278,7 +279,7 @@ def _decode(
     if 0 in (batch, tokens, heads) or most_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
             raise problem.error("k", "must have at least one key where there is a sink", "k")
-        choose(problem, family, addressable=True)  # which refuses what it refuses of other calls: nothing is read
+        choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
         nothing = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
         return Plan([*before.steps, *nothing], before.scratch)
     if mask is None:  # what a mask leaves out need not be there
@@ -286,15 +287,15 @@ def _decode(
     *functions, aux = functions_of(problem, mask, score, most_keys)
     looks = indexed(problem, Asking(functions[0], functions[1], aux, causal, left, right, most_keys))
     before = before._replace(steps=[*looks, *before.steps])
-    asked = Asked(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
+    options = DecodeOptions(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
     counted = "leftpad" in problem and (mask or score)  # functions count a cache's keys from its first, forward from leftpad
     several = tokens >= MANY * (sequences if "cu_seqlens" in problem else 1)
     norms = norms_of(problem, norm_eps)
     few = counted or norms.keys.prepares or "lengths" not in problem or problem["k"].form.dtype != problem.dtype
     few = few or (several and splits is None and shared_out(problem, tokens, most_keys, left, family))
     if several and splits in (None, 1) and not few:
-        return of_many(problem, asked, before, norms, most_keys, family, out, lse)
-    return of_few(problem, asked, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
+        return of_many(problem, options, before, norms, most_keys, family, out, lse)
+    return of_few(problem, options, before, norms, cache, of_cache, most_keys, splits, family, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import inputs, there
 from judged_gradients import NOISE, agree, gradient_of_lse
-from places import RANDOMLY, OnCard, OnInterpreter
+from places import OnCard, OnInterpreter, random_on_the_card
 from poison import FAR_LSE, Packing, as_on_a_device, unseen
 from test_backward import call
 
 import attention
 from attention import reference
 from attention.softmax.backward import launches as module
-from attention.softmax.backward.tiling import Facing
+from attention.softmax.backward.tiling import QueryTiling
 from attention.softmax.tiling import Tiling
 from attention.softmax.variants import Both
 from attention.softmax.visible_keys import CAUSAL, Left, Masked, Right
@@ -78,7 +78,7 @@ def test_tiles_that_see_nothing_are_passed_by(monkeypatch):
     monkeypatch.setattr(module.Before, "launch", launch)
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
     attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: (j <= i) | (j < 3), family="sm_80")
-    assert looked == ["Survey", "Gathering"]
+    assert looked == ["Survey", "BuildQueryLists"]
 
 
 VARIANTS = CAUSAL, Right(), Left(), Both(Right(), Left()), Masked(lambda b, h, i, j: j < i)
@@ -91,12 +91,12 @@ def test_tiles_and_blocks_are_the_same_from_both_sides(variant):
 
     for queries, keys in ((300, 300), (100, 270), (270, 100)):
         given = SimpleNamespace(left=40, right=30)
-        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, given=given, head=0)
-        tiling, facing = Tiling(64, 32, variant), Facing(64, 32, variant)
+        at = SimpleNamespace(shift=keys - queries, seqlen_q=queries, seqlen_k=keys, params=given, head=0)
+        tiling, query_tiling = Tiling(64, 32, variant), QueryTiling(64, 32, variant)
         blocks, tiles = range(-(-keys // 32)), range(-(-queries // 64))
         asked = [tiling.key_blocks(64 * tile, at) for tile in tiles]
         for block in blocks:
-            seen = facing.tiles(32 * block, at, 1)
+            seen = query_tiling.query_tiles(32 * block, at, 1)
             for tile in range(seen.first, seen.first + seen.n):
                 assert asked[tile].first <= block < asked[tile].first + asked[tile].n
 
@@ -221,19 +221,20 @@ def test_what_scores_of_sequences_are_made_of(place, name, family):
     judge(options, dout, q, k, v, out, lse, attention.backward(*put, out, lse, **told, **asked), place)
 
 
-def test_what_is_learned_of_sequences_between_neighbours_of_poison(place, monkeypatch):
-    """Of a bias of keys and slopes of each sequence, ours are as if the others were not there."""
+def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monkeypatch):
+    """The gradients of each sequence's bias and slopes are as if its neighbours were not there."""
     as_on_a_device(monkeypatch)
     packing = Packing((17, 40), nobodys=20)
-    (q, k, v), bias, slopes, mine = inputs(1, 57, 57, 2, 1, 64), normal(4, 1, 1, 79), normal(4, 2) ** 2, packing.which
-    every = dict(cu_seqlens=packing.ends, bias=bias, alibi=slopes)
-    alone = dict(cu_seqlens=packing.alone, bias=bias[mine][..., :57], alibi=slopes[mine])
+    (q, k, v), bias, slopes, ours = inputs(1, 57, 57, 2, 1, 64), normal(4, 1, 1, 79), normal(4, 2) ** 2, packing.which
+    options = dict(cu_seqlens=packing.ends, bias=bias, alibi=slopes)
+    alone = dict(cu_seqlens=packing.alone, bias=bias[ours][..., :57], alibi=slopes[ours])
     out, lse = reference.forward_low(q, k, v, **alone)
     put = [place.put(packing.spread(x)) for x in (q, q, k, v, out)]
-    got = attention.backward(*put, place.put(packing.spread(lse, 2, FAR_LSE)), **there(place, every), dbias=True, dalibi=True)
-    wanted = reference.backward(q, q, k, v, by=out, **alone, dbias=True, dalibi=True)
-    for x, y in zip(map(place.get, got[3:]), wanted[3:], strict=True):
-        np.testing.assert_allclose(x[mine][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
+    lse = place.put(packing.spread(lse, 2, FAR_LSE))
+    got = attention.backward(*put, lse, **there(place, options), dbias=True, dalibi=True)
+    want = reference.backward(q, q, k, v, by=out, **alone, dbias=True, dalibi=True)
+    for x, y in zip(map(place.get, got[3:]), want[3:], strict=True):
+        np.testing.assert_allclose(x[ours][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
@@ -283,8 +284,7 @@ def test_random_combinations(drawn):
     combination(OnInterpreter(), *drawn)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(COMBINATIONS)
 def test_random_combinations_on_the_card(drawn):
     pytest.importorskip("torch")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import TANH, ULP, draw
 from judged_decode import case, known
-from places import BF16, RANDOMLY, OnCard, OnInterpreter
+from places import BF16, OnCard, OnInterpreter, random_on_the_card
 from poison import in_pages, poisoned
 
 import attention
@@ -373,8 +373,7 @@ def test_random_packed_problems(sequences, kv_heads, group, size, causal, splits
     run_random(OnInterpreter(), sequences, kv_heads, group, size, causal, splits, many, 64)
 
 
-@pytest.mark.gpu
-@RANDOMLY
+@random_on_the_card
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), min_size=1, max_size=5), st.integers(1, 3),
     st.integers(1, 8), st.sampled_from([None, 1, 8, 16, 24, 64, 256]), st.booleans(), st.integers(1, 9),
