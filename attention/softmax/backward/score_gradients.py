@@ -29,7 +29,7 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.MAX_ELEMENTS and array != "bias":
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
-    score_and_grad = None if derivatives is None or derivatives.even else derivatives.score_and_grad
+    score_and_grad = None if derivatives is None or derivatives.linear else derivatives.score_and_grad
     if array == "bias":
         return [recomputed_scores.BiasRead(score_and_grad)]
     if array == "alibi":
