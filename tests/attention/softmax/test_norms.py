@@ -9,7 +9,7 @@ from poison import poisoned
 import attention
 from attention.softmax import ampere, hopper
 from attention.softmax.assembled import build_variant
-from attention.softmax.norms import Layer, Normed, Rms
+from attention.softmax.norm_parts import Layer, Normed, Rms
 from tiles import bf16
 from tiles.dtypes import fp16
 from tiles.targets import LARGE
