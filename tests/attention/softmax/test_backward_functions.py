@@ -233,7 +233,7 @@ def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monk
     put = [place.put(packing.spread(x)) for x in (q, q, k, v, out)]
     lse = place.put(packing.spread(lse, 2, FAR_LSE))
     got = attention.backward(*put, lse, **there(place, options), dbias=True, dalibi=True)
-    want = reference.backward(q, q, k, v, by=out, **alone, dbias=True, dalibi=True)
+    want = reference.backward(q, q, k, v, out=out, **alone, dbias=True, dalibi=True)
     for x, y in zip(map(place.get, got[3:]), want[3:], strict=True):
         np.testing.assert_allclose(x[ours][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 
