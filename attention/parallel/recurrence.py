@@ -16,7 +16,7 @@ from ..recurrent import chunks
 from ..recurrent import linear as plain
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
 from ..softmax.call_options import differentiated
-from .agreement import agree_on_plan, describe_value, form_key
+from .agreement import agree_on_plan, cache_key, describe_value
 from .orders import Contiguous, Span, count_tokens
 from .parts import GatheredSummaries, SequenceShard
 from .peers import Peers, check_torch_tensors, one_dimensional_peers
@@ -70,9 +70,9 @@ class ShardedRecurrence:
         peers, first = one_dimensional_peers(group), self.arrays[0]
         try:
             self._cast()
-            forms = [(name, form_key(x)) for name, x in self.options.items()]
+            forms = [(name, cache_key(x)) for name, x in self.options.items()]
             learned = differentiated(*self.arrays, *self.options.values())
-            form = type(self), length, learned, *[(x.device, form_key(x)) for x in self.arrays], *forms
+            form = type(self), length, learned, *[(x.device, cache_key(x)) for x in self.arrays], *forms
             hash(form)
         except Exception:  # what is wrong `_planned` says, so that all ranks hear of it
             form = None

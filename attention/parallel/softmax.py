@@ -9,7 +9,7 @@ import torch
 
 from ..options import check_flag
 from ..softmax.autograd import adjacent
-from ..softmax.backward.norms import norm_gradients, normalise_rows
+from ..softmax.backward.norm_programs import norm_gradients, normalise_rows
 from ..softmax.call_options import differentiated
 from ..softmax.gradient import ONCE, flat, grouped
 from . import plans
@@ -183,7 +183,7 @@ def _differentiate(plan, dout, dlse, q, k, v, out, lse, options, wanted) -> dict
     norms, eps = [options.pop(name, None) for name in NORMS], options.pop("norm_eps", 1e-6)
     rows = [normalise_rows(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
     call = plan.backward_call(rows[0], rows[1], v, options)
-    found = GradientAccumulator.begin(rows[0], rows[1], v, call, wanted)
+    found = GradientAccumulator.zeros(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, dlse, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others
     for name, x, norm in zip("qk", (q, k), norms):

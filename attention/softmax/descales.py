@@ -9,8 +9,7 @@ from ops import columns, exp2, hstack, lane_sum, log2, maximum, row_max
 from tiles import inlined, static
 from tiles.arguments import array
 
-from ..cache.quantize_kernels import BLOCK
-
+BLOCK = 128  # rows that share a descale if a head has several descales
 LEAST = 2.0**-100  # the least descale of scores
 LEAST_VALUE = 2.0**-60  # the least descale of a block of values; that of a block of zeros may be any number
 

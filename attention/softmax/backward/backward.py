@@ -18,7 +18,7 @@ from ..planning import as_window, bias_of, check_extents, dropped, functions_of,
 from ..python_functions import named
 from ..score_derivative import derivatives
 from ..scores import ScoredWithGrad
-from . import norms
+from . import norm_programs
 from .launches import plan_launches
 from .query_lists import MAX_SURVEY_QUERIES
 from .score_gradients import GRADIENTS, reads_of
@@ -173,8 +173,8 @@ def backward(
     dsink = sink is not None if dsink is None else dsink
     if dsink is not False and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
-    norms.check_norm_gradient("q", q_norm, dq_norm)
-    norms.check_norm_gradient("k", k_norm, dk_norm)
+    norm_programs.check_norm_gradient("q", q_norm, dq_norm)
+    norm_programs.check_norm_gradient("k", k_norm, dk_norm)
     extra = [None if x is False else x for x in (dbias, dalibi, dsink, *aux_gradients(daux, aux))]
     if check_flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
@@ -183,11 +183,11 @@ def backward(
         )
         check_accumulators({name: x for name, x in zip(GRADIENTS, extra) if x is not None})
     eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
-    normed_q, normed_k = (norms.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+    normed_q, normed_k = (norm_programs.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
     if accumulate:
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
-        into = [norms.gradient_buffer(*x, stream, layout) for x in buffers]
+        into = [norm_programs.gradient_buffer(*x, stream, layout) for x in buffers]
     size, ready_for, (*lists, _, marks) = blocks_of(blocks)
     wanted = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
     extra_out = [None if x is True else x for x in extra]
@@ -214,8 +214,8 @@ def backward(
         gradients = _variant(stream, (*arrays, *extra_out), options, layout)
     if q_norm is k_norm is None:
         return gradients
-    dq, d_q_norm = norms.norm_gradients("q", q, gradients[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
-    dk, d_k_norm = norms.norm_gradients("k", k, gradients[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
+    dq, d_q_norm = norm_programs.norm_gradients("q", q, gradients[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
+    dk, d_k_norm = norm_programs.norm_gradients("k", k, gradients[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
     return dq, dk, *gradients[2:], *d_q_norm, *d_k_norm
 
 

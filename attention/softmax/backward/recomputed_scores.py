@@ -16,7 +16,7 @@ from tiles.arguments import Record, record
 from tiles.layout import LANES
 
 from ..base_config import BaseConfig
-from ..key_block_lists import CLASSES
+from ..listed_keys import CLASSES
 from ..sequences import BatchedLayout
 from ..tiling import Tiling
 from ..variants import Variant

@@ -153,7 +153,7 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
     monkeypatch.setattr(gather, "TILE", 1)
     for full, turns in (1, 2), (10**6, 1):
         monkeypatch.setattr(gather, "FULL_GPU_TILES", full)
-        agreement._KNOWN.clear()
+        agreement._CACHED.clear()
         sent = []
         send = lambda *given, sent=sent, **told: sent.append(0) or moves.start_reduce_scatter(*given, **told)
         monkeypatch.setattr(gather, "start_reduce_scatter", send)
@@ -409,9 +409,9 @@ def test_torch_compile_does_not_look_inside():
 def test_arrays_that_are_not_torchs():
     """In words, whatever is asked."""
     q, k, v, *_ = members()
-    with pytest.raises(TypeError, match="^v: must be a tensor of torch, .* not ndarray"):
+    with pytest.raises(TypeError, match="^v: must be a torch tensor, .* not ndarray"):
         parallel.linear(q, k, v.float().numpy())
-    with pytest.raises(TypeError, match="^beta: must be a tensor of torch, .* not float"):
+    with pytest.raises(TypeError, match="^beta: must be a torch tensor, .* not float"):
         parallel.delta_rule(q, k, v, 0.5)
 
 
@@ -424,12 +424,12 @@ def test_no_gradient_is_said_on_every_rank():
 class Lent:
     """Memory of a thread that all others read: see mapped.Memory. every: the two halves of each."""
 
-    open, by_engines, half, late = True, False, 0, 0
+    available, uses_copy_engines, half, late = True, False, 0, 0
 
     def __init__(self, every, meeting):
         self.every, self.meeting = every, meeting
 
-    def turn(self, nbytes):
+    def switch_half(self, nbytes):
         assert nbytes <= self.every[0].shape[1]
         self.half ^= 1
 
@@ -437,8 +437,8 @@ class Lent:
         size = dtype.itemsize * torch.Size(shape).numel()
         return self.every[rank, self.half, at + first * size : at + end * size].view(dtype).view(1, end - first, *shape)
 
-    def copied(self, own, copies):
-        for place, x in own:
+    def copy(self, local, copies):
+        for place, x in local:
             place.copy_(x)
         self.meeting.wait(PATIENCE)
         time.sleep(self.late)
@@ -473,14 +473,14 @@ def test_rows_come_by_copies(world):
 class Engines(SymmetricBuffers):
     """Memory of a thread that all others read, and what stands for streams."""
 
-    open = by_engines = True
+    available = uses_copy_engines = True
 
     def __init__(self, every, meeting):
         self.every, self.meeting, self.views, self.half, self.nbytes = every, meeting, {}, 0, every[0].numel() // 2
         self.handle = self
-        self.now = self.stream = self.event = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
+        self.caller = self.stream = self.event = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
 
-    def turn(self, nbytes):
+    def switch_half(self, nbytes):
         assert nbytes <= self.nbytes
         self.half = 0 if self.half else self.nbytes
 
