@@ -194,10 +194,10 @@ class SumNormPartials:
 
 def space(arch: str, everything: bool) -> Iterator[NormRowGradients | NormColumnSums | SumNormPartials]:
     """Configurations to compile and inspect, the same for all architectures."""
-    for of in (bf16, fp16) if everything else (bf16,):
+    for input_dtype in (bf16, fp16) if everything else (bf16,):
         for norm, head_dim, aligned in itertools.product((Rms(), Layer()), SHAPES, (True, False) if everything else (True,)):
-            yield NormRowGradients(norm, head_dim, of, aligned)
-        yield from (NormColumnSums(of, bias) for bias in (False, True))
+            yield NormRowGradients(norm, head_dim, input_dtype, aligned)
+        yield from (NormColumnSums(input_dtype, bias) for bias in (False, True))
     yield SumNormPartials()
 
 

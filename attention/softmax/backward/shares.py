@@ -50,8 +50,8 @@ class Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
-    for of, partials in itertools.product((bf16, fp16) if everything else (bf16,), (2, 8)):
-        yield Config(partials, 128, 128, of, 16, arch == "sm_90a")
+    for input_dtype, partials in itertools.product((bf16, fp16) if everything else (bf16,), (2, 8)):
+        yield Config(partials, 128, 128, input_dtype, 16, arch == "sm_90a")
 
 
 @functools.cache

@@ -209,7 +209,9 @@ def test_sums_are_in_the_order_of_ranks():
 
 
 IN_TURNS = {
-    "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
+    "a mask of heads, rows without keys, sinks of -inf": dict(
+        mask=lambda b, h, i, j: ((i + 2 * j + h) % 3 != 0) & (i % 7 > 0), sink=torch.tensor([0.5, -torch.inf, 2.0, -torch.inf])
+    ),
     "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "a window": dict(window=(20, 0)),
 }

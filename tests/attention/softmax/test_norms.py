@@ -84,7 +84,7 @@ def test_a_plain_kernels_shape_serves_norms():
     for norm in Rms(), Layer():
         variant = build_variant(1.0, True, more=[(Normed(norm), {})]).variant
         config = hopper.config_for(128, bf16, variant, 1000)
-        assert config.persistent and config.queries == 2 and hopper.make(config)[1].nbytes <= LARGE
+        assert config.persistent and config.q_stages == 2 and hopper.make(config)[1].nbytes <= LARGE
         assert ampere.config_for(128, bf16, variant).variant is variant
 
 
