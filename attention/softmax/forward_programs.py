@@ -104,7 +104,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     """The Plan of a call without options that are arrays."""
     check_extents(problem)
     if shared_out.serves(problem, family):
-        return shared_out.plan_split_kv(problem, causal, scale, return_lse)
+        return shared_out.plan_by_decode(problem, causal, scale, return_lse)
     return plan_forward(problem, build_variant(resolve_scale(problem, scale), causal), return_lse, family)
 
 

@@ -20,7 +20,7 @@ from .assembled import VariantSpec
 from .block_masks import Blocked
 from .descales import BLOCK, BlockDescales, HeadDescales
 from .fp8 import block_descale_names
-from .norms import LayerNorm, RmsNorm
+from .norm_parts import LayerNorm, RmsNorm
 from .online import LOG2_E, SLACK
 from .prepared_lists import BlockListPlan, check_call, return_block_lists
 from .scores import Biased, BiasedByTile
@@ -48,7 +48,7 @@ class PreparationSteps:
         self.scratch.append((shape, dtype))
         return self.problem.scratch(len(self.scratch) - 1, shape, dtype)
 
-    def bind_launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
+    def launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
         """Add a launch."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 

@@ -11,7 +11,7 @@ from .block_masks import FIELDS, Blocked, BlockedMask
 from .call_options import AUX
 from .dropped import Dropped, DroppedSeedInMemory, dropout_numbers
 from .launches import choose_norm
-from .norms import Normed
+from .norm_parts import Normed
 from .prepared_lists import BlockListPlan
 from .python_functions import check_function, find_function, reads_argument
 from .scores import Biased, BiasedByKey

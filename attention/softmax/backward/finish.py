@@ -73,8 +73,8 @@ def make(config: Config):
         batch_head, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find_tile(tile, batch_head, heads, params)
         if sequences.packed:
-            some, row = sequences.padding_rows(block, batch, params)
-            if some:
+            exist, row = sequences.padding_rows(block, batch, params)
+            if exist:
                 for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
                     parts.finish(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
         if sequences.has_tile(block, batch, params):

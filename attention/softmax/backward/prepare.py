@@ -90,10 +90,10 @@ def without_sums(config: hopper_wide.Config) -> Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: one for each of the main kernel's, also with dlse."""
-    found = [config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything)]
-    found += [without_sums(config) for config in hopper_wide.space(arch, everything)]
-    has_dlse = [replace(config, has_dlse=True) for config in (found if everything else found[:1])]
-    yield from dict.fromkeys(found + has_dlse)
+    configs = [config_of(config) for module in (hopper, ampere) for config in module.space(arch, everything)]
+    configs += [without_sums(config) for config in hopper_wide.space(arch, everything)]
+    with_dlse = [replace(config, has_dlse=True) for config in (configs if everything else configs[:1])]
+    yield from dict.fromkeys(configs + with_dlse)
 
 
 @inlined
