@@ -98,7 +98,7 @@ def make(config: Config):
     SCORES, slope_gradient, SLOPE_WARPS = rt(16, ROWS, fp32), config.slope_gradient, config.slope_warps
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = hopper_pipeline.memory(config)
-    load_tiles, add_dq = hopper_pipeline.make_load(config, ahead=True), hopper_pipeline.make_add_dq(config)
+    load_tiles, add_dq = hopper_pipeline.make_load(config, extra_tile=True), hopper_pipeline.make_add_dq(config)
 
     @inlined
     def columns(tile, cols, n):
