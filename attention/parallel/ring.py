@@ -115,7 +115,8 @@ class RingAttention:
         if "sink" in sums.others:  # a key without a value: its gradient is computed once, not in each piece
             delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
             delta = delta if dlse is None else delta - dlse
-            sums.others["sink"] -= ((call.options["sink"][:, None] - lse).exp() * delta).sum((0, 2))
+            dsink = (call.options["sink"][:, None] - lse).exp() * delta
+            sums.others["sink"] -= dsink.masked_fill_(lse == -torch.inf, 0.0).sum((0, 2))  # no key, and a sink of -inf
 
     def _go_around(self, k: Any, v: Any, visit: Callable[[int, Any, Any], None]) -> None:
         """Call visit(owner, keys, values) for every rank's shard, this rank's first, while the next one is received."""

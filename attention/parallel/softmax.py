@@ -18,7 +18,7 @@ from .gradients import GradientAccumulator
 from .orders import Order
 from .peers import check_torch_tensors, disable_compile, peers_of
 from .plans import ParallelPlan, call_key, length_of, world_of
-from .whole import cast, check_values
+from .whole import autocast, check_values
 
 NORMS = "q_norm", "k_norm"
 _NULL_CONTEXT = nullcontext()
@@ -98,7 +98,7 @@ def _call(group: Any, settings: tuple[Any, ...], explain: bool, q: Any, k: Any, 
     peers = peers_of(group)
     try:
         if torch.float32 in (q.dtype, k.dtype, v.dtype):
-            q, k, v = cast(q, k, v)
+            q, k, v = autocast(q, k, v)
         if "bias" in options:
             options["bias"] = _expand_bias(options["bias"], q.shape[1], length_of(peers, q, settings[2]), world_of(peers))
         key = call_key(settings, q, k, v, options)

@@ -209,7 +209,9 @@ def test_sums_are_in_the_order_of_ranks():
 
 
 IN_TURNS = {
-    "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
+    "a mask of heads, rows without keys, sinks of -inf": dict(
+        mask=lambda b, h, i, j: ((i + 2 * j + h) % 3 != 0) & (i % 7 > 0), sink=torch.tensor([0.5, -torch.inf, 2.0, -torch.inf])
+    ),
     "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "a window": dict(window=(20, 0)),
 }
@@ -291,12 +293,14 @@ def test_the_delta_rule_in_segments(cut, channels):
 def test_what_is_forgotten_is_not_walked(cut, monkeypatch):
     """Of a head that decays soon, and of one that does not."""
     monkeypatch.setattr(parts, "MIN_CHUNKS", 1)
-    asked, forgotten = [], parts.SequenceShard.forgotten
-    monkeypatch.setattr(parts.SequenceShard, "forgotten", lambda *given: asked.append(forgotten(*given)) or asked[-1])
+    counts, count_forgotten = [], parts.SequenceShard.count_forgotten_chunks
+    monkeypatch.setattr(
+        parts.SequenceShard, "count_forgotten_chunks", lambda *args: counts.append(count_forgotten(*args)) or counts[-1]
+    )
     q, k, v, beta = (x.repeat_interleave(2, 2) for x in members())
     decay = torch.tensor([-0.9, -0.01]) * torch.ones(1, LENGTH, 2)
     recurrent("delta_rule", (q, k, v, beta), decay=decay, initial_state=torch.randn(1, 2, 16, 16), return_state=True)
-    skipped = torch.stack([x.amax(0)[:, 0] for x in asked])
+    skipped = torch.stack([x.amax(0)[:, 0] for x in counts])
     assert (skipped[:, 1] == 0).all() and skipped[:, 0].max() > 0
 
 
@@ -311,8 +315,8 @@ def test_only_what_is_forgotten_is_skipped(monkeypatch, strength, rate, alike):
     beta, decay = strength * torch.rand(1, length, heads), -rate * torch.rand(1, length, heads)
     if alike:
         k, beta = k[:, :1].expand_as(k), torch.full_like(beta, strength)
-    place = parts.SequenceShard(Span(0, length), 1, None, "cpu")
-    skipped = ShardedDeltaRule((k, k, v, beta), {"decay": decay})._forgotten(place)[0, :, 0].int()
+    shard = parts.SequenceShard(Span(0, length), 1, None, "cpu")
+    skipped = ShardedDeltaRule((k, k, v, beta), {"decay": decay})._forgotten_chunks(shard)[0, :, 0].int()
     assert (skipped.min() > 0) == (rate >= 1 and not alike)
     for head, n in enumerate(skipped.tolist()):
         m = torch.eye(16, dtype=torch.float64)
@@ -350,7 +354,7 @@ def test_mamba2_in_segments(cut):
         (dict(decay=-0.1), "decay: must be an array"),
         (dict(family="sm_70"), "family: must be None or one of"),
         (dict(return_state="no"), "return_state: must be a bool"),
-        (dict(out=torch.zeros(1, 1, 1, 16).bfloat16()), "out: is not served on several ranks"),
+        (dict(out=torch.zeros(1, 1, 1, 16).bfloat16()), "out: is not supported on several ranks"),
         (dict(cu_seqlens=torch.tensor([0, 1, 9])), "cu_seqlens: must end at 1"),
         (dict(cu_seqlens=torch.tensor([1, 1])), "cu_seqlens: must begin at 0"),
     ],
@@ -417,7 +421,7 @@ def test_arrays_that_are_not_torchs():
 
 def test_no_gradient_is_said_on_every_rank():
     q, k, v, _ = members()
-    with torch.enable_grad(), pytest.raises(NotImplementedError, match="the backward pass is not there yet"):
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="there is no backward pass on several ranks"):
         parallel.linear(q.requires_grad_(), k, v)
 
 

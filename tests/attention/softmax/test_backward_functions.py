@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from judged import inputs, there
 from judged_gradients import NOISE, agree, gradient_of_lse
 from places import OnCard, OnInterpreter, random_on_the_card
-from poison import unseen
+from poison import FAR_LSE, Packing, as_on_a_device, unseen
 from test_backward import call
 
 import attention
@@ -220,6 +220,22 @@ def test_gradients_of_what_scores_of_sequences_read(place, name, family):
     options, args = add_dlse(place, lse, options, args)
     wanted = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
     judge(options, dout, q, k, v, out, lse, attention.backward(*arrays, out, lse, **args, **wanted), place)
+
+
+def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monkeypatch):
+    """The gradients of each sequence's bias and slopes are as if its neighbours were not there."""
+    as_on_a_device(monkeypatch)
+    packing = Packing((17, 40), nobodys=20)
+    (q, k, v), bias, slopes, ours = inputs(1, 57, 57, 2, 1, 64), normal(4, 1, 1, 79), normal(4, 2) ** 2, packing.which
+    options = dict(cu_seqlens=packing.ends, bias=bias, alibi=slopes)
+    alone = dict(cu_seqlens=packing.alone, bias=bias[ours][..., :57], alibi=slopes[ours])
+    out, lse = reference.forward_low(q, k, v, **alone)
+    put = [place.put(packing.spread(x)) for x in (q, q, k, v, out)]
+    lse = place.put(packing.spread(lse, 2, FAR_LSE))
+    got = attention.backward(*put, lse, **there(place, options), dbias=True, dalibi=True)
+    want = reference.backward(q, q, k, v, out=out, **alone, dbias=True, dalibi=True)
+    for x, y in zip(map(place.get, got[3:]), want[3:], strict=True):
+        np.testing.assert_allclose(x[ours][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
