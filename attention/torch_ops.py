@@ -18,7 +18,7 @@ def register_torch_ops() -> None:
     from .recurrent.mamba2 import _mamba2
     from .recurrent.step import _linear_step
     from .softmax.backward import backward as differentiating
-    from .softmax.backward.norms import DIFFERENTIATE, INTO, NORMALISE, ZEROS
+    from .softmax.backward.norm_programs import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .softmax.decode import decode as decoding
     from .softmax.forward_programs import _forward, _fp8_cache, _of_fp8, _variant
     from .softmax.projected import projected, projected_backward

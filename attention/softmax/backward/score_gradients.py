@@ -29,7 +29,7 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
         raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.MAX_ELEMENTS and array != "bias":
         raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
-    score_and_grad = None if derivatives is None or derivatives.even else derivatives.score_and_grad
+    score_and_grad = None if derivatives is None or derivatives.linear else derivatives.score_and_grad
     if array == "bias":
         return [recomputed_scores.BiasRead(score_and_grad)]
     if array == "alibi":
@@ -46,9 +46,9 @@ class ScoreGradients:
     """Adds launches to `late`, which follow the main kernel of this configuration. args: the arguments that all their kernels
     have in common."""
 
-    def __init__(self, problem: Problem, spec: VariantSpec, config: Any, late: Before, told: dict[str, Any], processors: int):
+    def __init__(self, problem: Problem, spec: VariantSpec, config: Any, late: Before, args: dict[str, Any], processors: int):
         self.problem, self.spec, self.config, self.late = problem, spec, config, late
-        self.told, self.processors = told, processors
+        self.args, self.processors = args, processors
         self.queries, self.kv = recomputed_scores.SHAPES[config.head_dim]
         rows, heads, cols, kv_heads = problem("SHTG")
         self.tiles, self.blocks = -(-rows // self.queries), -(-cols // self.kv)
@@ -60,7 +60,7 @@ class ScoreGradients:
         dims = {"head_dim": main.head_dim, "value_dim": main.value_dim, "dtype": main.dtype, "kv": self.kv}
         rows = {"queries": self.queries, "main_rows": main.rows, "vector_bytes": self.problem.bytes_at_once()}
         rows["seq_layout"] = main.seq_layout
-        rows["surveyed_keys"] = main.kv if "classes" in self.told else None
+        rows["surveyed_keys"] = main.kv if "classes" in self.args else None
         return dims | rows | {"variant": self.spec.variant, "score_before": score_before, "read": read, "axes": main.axes}
 
     def launch(self, name: str, reads: Sequence[recomputed_scores.BiasRead]) -> None:
@@ -74,19 +74,19 @@ class ScoreGradients:
         """Launch the kernel for the gradient of a bias."""
         batch, heads, batches, bias_heads, rows = self.problem("NHWXY")
         shared_by = {"bias_heads": bias_heads, "batches": batch // batches, "heads": heads // bias_heads}
-        given = {"gDBias": self.problem["dbias"], **shared_by, **self.shape, **self.told}
+        bias_args = {"gDBias": self.problem["dbias"], **shared_by, **self.shape, **self.args}
         if hopper_bias.serves(self.config, read):
             config = hopper_bias.config_for(self.config)
             tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
             dbias_tiles = batches * bias_heads * tiles * blocks
             grid = min(dbias_tiles, self.processors)
-            self.late.launch(hopper_bias, config, grid, bias_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **given)
+            self.late.launch(hopper_bias, config, grid, bias_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **bias_args)
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
-            each = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
+            config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
             grid = batches * bias_heads * tiles * blocks
-            self.late.launch(bias, each, grid, bias_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **given)
+            self.late.launch(bias, config, grid, bias_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args)
 
     def work_extents(self) -> tuple[int, int, int, int]:
         """(batches, heads, query tiles, key blocks) that thread blocks go through; of packed sequences (1, heads, the query
@@ -117,7 +117,7 @@ class ScoreGradients:
                 gPartials=partials,
                 **extents,
                 **self.shape,
-                **self.told,
+                **self.args,
             )
         self.launch_sum(name, partials)
 

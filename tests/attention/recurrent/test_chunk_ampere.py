@@ -6,10 +6,9 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
-from attention.recurrent import chunks
+from attention.recurrent import chunks, token_plan
 from attention.recurrent import linear as of_decays
 from attention.recurrent import mamba2 as of_steps
-from attention.recurrent.kernels import token_loop
 from attention.recurrent.linear import linear
 
 DECAYS = "none", "head", "token"
@@ -20,7 +19,7 @@ def by_cp_async(monkeypatch, nothing_known):
     """All calls are served by chunk_ampere.py."""
     for module in of_decays, of_steps:
         monkeypatch.setattr(module, "choose_family", lambda *_: "sm_80")
-    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("the token loop was launched"))
+    monkeypatch.setattr(token_plan, "launch", lambda *_: pytest.fail("the token loop was launched"))
 
 
 def unaligned_copy(x, elements, poison=np.nan):

@@ -6,8 +6,9 @@ import pytest
 from delta_cases import BF16, FP16, DeltaRuleTests, agree
 from delta_cases import inputs as inputs_of_tokens
 
+from attention.recurrent import token_plan
 from attention.recurrent.delta_rule import delta_rule
-from attention.recurrent.kernels import decay_frame, kda_hopper, token_loop
+from attention.recurrent.kernels import decay_frame, kda_hopper
 from tiles import bf16, fp16, fp32
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel
@@ -23,7 +24,7 @@ def inputs(batch, length, heads, key_dim, value_dim, dtype=BF16, key_heads=None,
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch, nothing_known):
     """No call is served by the token loop."""
-    monkeypatch.setattr(token_loop, "launch", lambda *_: pytest.fail("the token loop was launched"))
+    monkeypatch.setattr(token_plan, "launch", lambda *_: pytest.fail("the token loop was launched"))
 
 
 class TestDeltaRule(DeltaRuleTests):

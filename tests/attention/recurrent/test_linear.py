@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent import chunks, rules
+from attention.recurrent import chunks, rules, token_plan
 from attention.recurrent import linear as members
-from attention.recurrent.kernels import decay_frame, token_loop
+from attention.recurrent.kernels import decay_frame
 from attention.recurrent.linear import LINEAR, gla, lightning, linear, retention
 from tiles import bf16 as tiles_bf16
 from tiles import fp16 as tiles_f16
@@ -207,7 +207,7 @@ def test_scales_beyond_the_range_of_float16_scores(place, scale):
 
 WEAK, STRONG = 0.99, 1.01
 STRENGTHS = [(64, bf16, f32, WEAK), (64, bf16, f32, STRONG), (128, f16, f16, WEAK), (128, f16, f16, STRONG)]
-STRENGTHS += [(256, bf16, bf16, WEAK)]
+STRENGTHS += [(256, bf16, bf16, STRONG)]  # a state that is read in two halves
 
 
 @pytest.mark.parametrize("key_dim, dtype, gates, strength", STRENGTHS)
@@ -257,8 +257,8 @@ def test_unaligned_rows(monkeypatch, nothing_known, decay):
     """Rows 4 bytes past a multiple of 16: chunk kernels take them by cp.async (test_chunk_ampere.py), with decays of channels
     the token loop does."""
     args = inputs(1, 20, decay=decay)
-    calls, launch = [], token_loop.launch
-    monkeypatch.setattr(token_loop, "launch", lambda *args: calls.append(args) or launch(*args))
+    calls, launch = [], token_plan.launch
+    monkeypatch.setattr(token_plan, "launch", lambda *args: calls.append(args) or launch(*args))
     unaligned = {name: np.full((1, 20, x.shape[2], 66), np.nan, bf16)[..., :64] for name, x in args.items() if name in "qkv"}
     for name, x in unaligned.items():
         x[...] = args[name]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.recurrent.kernels import token_loop
+from attention.recurrent import token_plan
 from attention.recurrent.kernels.token_loop import LARGEST_KEY_DIMS, Config, make
 from attention.recurrent.step import linear_step
 from tiles.arguments import signature
@@ -145,7 +145,7 @@ def test_states_without_accesses_of_16_bytes(change, message):
 
 
 def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
-    monkeypatch.setattr(token_loop, "MAX_GRID_YZ", 2)
+    monkeypatch.setattr(token_plan, "MAX_GRID_YZ", 2)
     with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: heads=4, sequences=3"):
         linear_step(**inputs(48, 80))
 
