@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     def identity(self) -> tuple[Any, ...]:
         """A key that two candidates for arrays of the same kinds share if their modules have the same text, up to the tiles of
         their products."""
-        return tuple([(str(kernel), repr(kernel.cut)) for kernel in self.plan.kernels]), str(self.roots)
+        return tuple([(str(kernel), repr(kernel.text_key)) for kernel in self.plan.kernels]), str(self.roots)
 
     def schedules(self, known: Mapping[Axis, Any]) -> tuple[Any, ...]:
         """The schedule of each kernel for these extents of axes, None where the kernel has none to choose. The extents may be
@@ -174,7 +174,7 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
     code = tuple([(kernel, text.code) for kernel, text in kernel_texts if text.kernel])
     at = {x: n for n, x in enumerate(all_terms)}
     early = [
-        (tuple(map(at.__getitem__, kernel.ahead)), tuple(map(at.__getitem__, kernel.roots))) if kernel.early else None
+        (tuple(map(at.__getitem__, kernel.early_reads)), tuple(map(at.__getitem__, kernel.roots))) if kernel.early else None
         for kernel in plan.kernels
         if kernel.has_launch
     ]

@@ -173,7 +173,7 @@ def extents_of_run(traced: TracedDefinition, candidate: Candidate) -> dict[Axis,
     rows = {x.axes[-2].root for x in traced.roots if x.axes[-2]}
     rows -= {x.axes[-1].root for x in (*traced.roots, *(x for _, x in traced.inputs)) if x.ndim > 1 and x.axes[-1]}
     most = min(kernel.most_rows for kernel in candidate.plan.kernels)
-    extents = {axis: n for kernel in candidate.plan.kernels for axis, n in kernel.fixed.items()}
+    extents = {axis: n for kernel in candidate.plan.kernels for axis, n in kernel.fixed_extents.items()}
     nodes = [*walk(*traced.roots), *(x for _, x in traced.inputs)]  # including axes that no term reads
     traced_extents = {axis.root: n for x in nodes for axis, n in zip(x.axes, x.extents) if axis is not None}
     extents |= {part: traced_extents[part] for axis in extents if axis.factors for part in base_axes([axis])}

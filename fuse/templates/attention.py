@@ -95,14 +95,14 @@ class AttentionCall:
         return self.roots[0]
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The extents of a proof's run. Two heads are enough to see that heads are not mixed up."""
         q, v = self.q.array.axes, self.v.axes
         axes = [*((axis, 2) for axis in q[:-2]), (q[-1], 3 * COLUMNS), (v[-1], 5 * COLUMNS)]
         return {axis.root: n for axis, n in axes if axis is not None}
 
     @property
-    def cut(self) -> Any:
+    def text_key(self) -> Any:
         """The part of its text that depends on lengths."""
         return self.uses_decode
 

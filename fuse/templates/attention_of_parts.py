@@ -30,7 +30,7 @@ class SplitKVAttention(AttentionCall):
 
     has_launch, early = True, True
     partial_outputs: Term
-    ahead: tuple[Term, ...] = ()
+    early_reads: tuple[Term, ...] = ()
 
     @classmethod
     def split_kernels_for(cls, root: Term, processors: int) -> Iterator[Self]:
@@ -48,16 +48,16 @@ class SplitKVAttention(AttentionCall):
                 yield one
 
     @property
-    def cut(self) -> Any:
+    def text_key(self) -> Any:
         return self.partial_outputs.attr, self.uses_decode
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The extents of a proof's run. The number of keys must be a multiple of the parts, and the kernel that combines has
         all columns of v in a tile."""
         keys, columns = self.k.array.axes[-2], self.v.axes[-1]
         known = (keys, 5 * self.partial_outputs.attr), (columns, self.v.extents[-1])
-        return super().fixed | {axis.root: n for axis, n in known if axis is not None}
+        return super().fixed_extents | {axis.root: n for axis, n in known if axis is not None}
 
     def describe(self) -> str:
         """What it does, in words."""

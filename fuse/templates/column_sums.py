@@ -27,12 +27,12 @@ class ColumnSums:
     label, operations, most_rows, has_launch, early = "totals", 0.0, 2**31 - 1, True, True
 
     def __init__(self, roots: Sequence[Term], processors: int):
-        self.roots, self.ahead = tuple(roots), list[Term]()
-        self.fixed = dict[Axis, int]()
+        self.roots, self.early_reads = tuple(roots), list[Term]()
+        self.fixed_extents = dict[Axis, int]()
         self.leaves = tuple([term_operations.partial_sums(x.args[0], count_partial_sums(x.args[0], processors)) for x in roots])
 
     @property
-    def cut(self) -> Any:
+    def text_key(self) -> Any:
         return [x.attr for x in self.leaves]
 
     @property

@@ -57,18 +57,18 @@ class DeepRows:
         return list(self.inner.leaves)
 
     @property
-    def cut(self) -> Any:
-        return self.inner.cut
+    def text_key(self) -> Any:
+        return self.inner.text_key
 
     @property
-    def ahead(self) -> list[Term]:
-        return self.inner.ahead
+    def early_reads(self) -> list[Term]:
+        return self.inner.early_reads
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The extents of a proof's run. Extents of 2 or 3 of the leading axes are enough to see that they are not mixed up."""
         lead = {axis.root: 2 + n for n, axis in enumerate(self.roots[0].axes[:-2]) if axis is not None}
-        return lead | self.inner.fixed
+        return lead | self.inner.fixed_extents
 
     @property
     def bytes(self) -> float:

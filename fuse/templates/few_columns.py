@@ -39,7 +39,7 @@ class FewColumns(ManyRows):
         return super().schedule_at({})
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text."""
         return {self.root.axes[1].root: self.columns} if self.root.axes[1] else {}
 

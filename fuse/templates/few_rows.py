@@ -81,7 +81,7 @@ class FewRows(Product):
         return all(view_base(w.array).operation == "input" for w in self.weights)
 
     @property
-    def ahead(self) -> Sequence[Term]:
+    def early_reads(self) -> Sequence[Term]:
         return [view_base(w.array) for w in self.weights]
 
     @property
@@ -159,7 +159,7 @@ class FewRows(Product):
         return FewRowsSchedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
 
     @property
-    def cut(self) -> Any:
+    def text_key(self) -> Any:
         return self.schedule
 
     @property

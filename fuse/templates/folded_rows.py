@@ -60,7 +60,7 @@ class FoldedRows(RowMapWriter):
         text.kernel.append(f"{self.row_variable}, line = int32(cuda.blockIdx.x), PART.rows * int32(cuda.threadIdx.x // 32)")
         for late in (False, True):
             text.kernel += [FOLLOW] * late
-            those = [v for v in vectors if (v not in kernel.ahead) == late and not kernel.partial_sums]
+            those = [v for v in vectors if (v not in kernel.early_reads) == late and not kernel.partial_sums]
             text.kernel += [f"{name[v]} = {self.load_expression(v, 'line, 0')}" for v in those]
         text.kernel += [self.load(n) for n in numbers if n.ndim]
         if any(map(self.kernel.needs_fill, self.reductions)):

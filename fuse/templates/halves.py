@@ -52,7 +52,7 @@ class Halves:
     Card."""
 
     label, operations, most_rows, has_launch, early = "halves", 0.0, 2**31 - 1, True, True
-    ahead: Sequence[Term] = ()
+    early_reads: Sequence[Term] = ()
 
     def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int, wgmma: bool):
         self.roots, self.parts, self.read_arrays, self.sums, self.axis, self.wgmma = (root,), parts, read, sums, axis, wgmma
@@ -89,7 +89,7 @@ class Halves:
         if tiles and shared:
             yield cls(root, parts, read, sums, shared[-1], wgmma)
 
-    cut: Any = ()  # its text depends on no lengths
+    text_key: Any = ()  # its text depends on no lengths
 
     @property
     def root(self) -> Term:
@@ -146,7 +146,7 @@ class Halves:
         return dtypes <= {*SIXTEEN}
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The extents of a proof's run. 2 or 3 of each leading axis are enough to see that they are not mixed up; a half that
         is one tile must be no wider."""
         lead = {axis.root: 2 + n for n, axis in enumerate(self.root.axes[at] for at in self.lead) if axis is not None}

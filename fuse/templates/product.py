@@ -79,7 +79,7 @@ class Product:
         self.epilogue_inputs = [y for y in epilogue_inputs if y.ndim and y.operation in BESIDES]
 
     @property
-    def ahead(self) -> Sequence[Term]:
+    def early_reads(self) -> Sequence[Term]:
         """The arrays that the kernel reads before the previous launch has ended."""
         return ()
 
@@ -186,7 +186,7 @@ class Product:
         return phrases + ["maxima and sums of exponentials are stored in place of its tiles"] * bool(self.softmax_partials)
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The extents that are in the kernel's text. A batch of 2, and few parts, are enough to see in a proof that they are
         not mixed up."""
         inner, lead = [x.args[0] for x in self.narrow], self.root.axes[:-2]
@@ -228,7 +228,7 @@ class Product:
         return extents[0] if self.root.ndim == 3 else 1, extents[-2], sum(beside, extents[-1])
 
     @property
-    def cut(self) -> Any:
+    def text_key(self) -> Any:
         """The part of its text that depends on lengths, besides `schedule_at`."""
         return ()
 

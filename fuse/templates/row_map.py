@@ -227,7 +227,7 @@ class RowMap:
         return max(rows, key=lambda one: rows[one]) if any(rows.values()) else None
 
     @property
-    def cut(self) -> Any:
+    def text_key(self) -> Any:
         """The part of its text, and of its results, that depends on lengths."""
         return self.blocks if self.form is LongRows else (), [x.attr for x in self.partial_sums]
 
@@ -283,7 +283,7 @@ class RowMap:
         return not self.partial_sums and self.needs_row_end_mask and self.fills_tiles_exactly(self.form)
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text, or must be multiples of something in it."""
         if self.partial_sums or self.has_fixed_width or self.form is ShortRows:
             return {self.columns: self.width}
@@ -295,7 +295,7 @@ class RowMap:
         return {self.columns: self.form.part * (FOLD * before + 3)}
 
     @property
-    def ahead(self) -> list[Term]:
+    def early_reads(self) -> list[Term]:
         """The arrays that the kernel reads before the previous launch has ended: vectors, if they stay in registers."""
         vectors = [x for x in self.leaves if has_columns(x) and not is_matrix(x)]
         return [x for x in vectors if x.operation == "input"] if self.form in (FoldedRows, NarrowFoldedRows, SingleRows) else []
