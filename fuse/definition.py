@@ -19,7 +19,7 @@ from tiles.compiler import Compiled, compile_kernel
 from tiles.frameworks import without_grad
 from tiles.launch import watchers
 from tiles.lengths import made
-from tiles.program import Recent
+from tiles.plan import Recent
 from tiles.recording import recorded
 
 from . import classes, graph, language, module, place, tune

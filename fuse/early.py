@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiles.arrays import Operand
-from tiles.recording import Recorded
+from tiles.recording import RecordedStep
 
 WRITTEN: dict[int, list[tuple[int, int]]] = {}  # {stream: (begin, end) of the memory that its last overlapping launch wrote}
 
@@ -27,7 +27,7 @@ class EarlyLaunch(NamedTuple):
     """A step of a program: a launch that overlaps the previous one unless that one writes what this one reads early. reads: the
     memory that it reads early. writes: the memory of its results."""
 
-    launch: Recorded
+    launch: RecordedStep
     reads: Sequence[Memory]
     writes: Sequence[Memory]
 

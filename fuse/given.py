@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tiles.checks import Check, Values
+from tiles.checks import Check, ValueRule
 from tiles.frameworks import describe
 
 
@@ -38,14 +38,14 @@ def copy_to_outs(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     return [x if target is None else target for target, x in zip(outs, results)]
 
 
-def index_value_check(name: str, among: int) -> Values:
+def index_value_check(name: str, among: int) -> ValueRule:
     """The check of the values of an index into `among` things (tiles/checks.py)."""
 
     def wrong(values: np.ndarray, extents: Any) -> Any:
         beyond = np.argwhere(values >= among)
         return (beyond[0], f"must be below {among}") if len(beyond) else None
 
-    return Values(wrong, "pass a negative one to choose nothing")
+    return ValueRule(wrong, "pass a negative one to choose nothing")
 
 
 def refuse_index(name: str, index: np.ndarray, among: int) -> None:

@@ -19,7 +19,7 @@ import jinja2
 
 import ops
 import tiles
-from tiles.program import Recent
+from tiles.plan import Recent
 
 from .lines import WIDTH, break_imports, break_lines, cut_at_commas, format_assignments
 from .names import array, free_names, global_names, unused

@@ -12,8 +12,9 @@ from typing import Any
 
 from tiles.arrays import Operand
 from tiles.checks import Check, asked
-from tiles.program import Plan, Program
-from tiles.recording import Recorded, recorded
+from tiles.plan import Plan
+from tiles.program import Program
+from tiles.recording import RecordedStep, recorded
 from tiles.schema import Schema
 from tiles.torch_op import token
 
@@ -146,7 +147,7 @@ def index_bounds(traced: TracedDefinition) -> dict[str, int]:
     return {x.attr[0]: among for x, (_, among) in graph.indices(traced.roots).items()}
 
 
-def _early(step: Recorded, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
+def _early(step: RecordedStep, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
     """The launch of a kernel, as a step that overlaps the previous launch if the kernel may. early: see GeneratedModule."""
     if early is None:
         return step

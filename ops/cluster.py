@@ -16,11 +16,11 @@ or, from one warp to those that wait for it, with barriers of the plan:
 """
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected

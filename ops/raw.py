@@ -6,11 +6,10 @@ Here nothing fences, elects a thread or counts phases for you. A barrier or shar
 
 import inspect
 
-from numba.cuda import types
-
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected

@@ -14,12 +14,12 @@ Where there are sequences of any lengths, blocks can share all their tiles evenl
 """
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.builder import i1, i32, i64
 from tiles.interpreter import Touched, here, note
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.op import inlined, integer, lowers, op
 
 

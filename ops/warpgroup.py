@@ -6,11 +6,10 @@ warpgroups do in threads/warpgroups.py."""
 
 from dataclasses import replace
 
-from numba.cuda import types
-
 from tiles import ptx
 from tiles.interpreter import here
 from tiles.layout import WARPGROUP
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import inlined, lowers, op
 from tiles.types import st

@@ -24,12 +24,11 @@ disagree, and a kernel shows no barrier arithmetic.
 import contextlib
 from dataclasses import dataclass, replace
 
-from numba.cuda import types
-
 from . import ptx
 from .builder import i32
 from .interpreter import here
 from .layout import LANES, WARPGROUP
+from .numba_names import types
 from .numba_types import compile_time, void
 from .op import integer, lowers, op
 from .types import gl, rv, st, sv

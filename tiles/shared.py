@@ -7,13 +7,10 @@ q, k, full = smem.open()                                                        
 from dataclasses import replace
 from functools import partial
 
-from llvmlite import ir
-from numba.cuda import types
-
 from . import ptx
-from .builder import i32
 from .interpreter import Mbarrier, Slot, here
 from .layout import LANES
+from .numba_names import types
 from .numba_types import Value, compile_time
 from .op import lowers, op
 from .pipeline import pipeline
@@ -106,11 +103,7 @@ class shared:
 @lowers(shared.open)
 def _(smem):
     def emit(b, _):
-        symbol = b.module.globals.get("dynamic_smem")
-        if symbol is None:
-            symbol = ir.GlobalVariable(b.module, ir.ArrayType(ir.IntType(8), 0), "dynamic_smem", addrspace=3)
-            symbol.linkage, symbol.align = "external", ALIGN
-        base = b.and_(b.add(b.ptrtoint(symbol, i32), b.u32(ALIGN - 1)), b.u32(-ALIGN))
+        base = b.dynamic_shared(ALIGN)
         with b.if_then(b.icmp_unsigned("==", b.special("tid.x"), b.u32(0))):
             for name, item in smem.items.items():
                 if isinstance(item, barrier):

@@ -22,12 +22,12 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, shared_bytes
 
-from ..softmax.decode.caches import Dense, Indexed, Paged
-from ..softmax.decode.reach import Reach
+from ..softmax.decode.caches import DenseLoader, IndexedLoader, PagedLoader
+from ..softmax.decode.reach import KeyWindow
 from ..softmax.decode.results import FinalOutput, OutputTile, PartialOutput
-from ..softmax.decode.splits import Parted
+from ..softmax.decode.splits import FixedSplits
 from ..softmax.online import LOWEST, Softmax, over_sum
-from ..softmax.variants import At
+from ..softmax.variants import ScoreContext
 from .shape import COLUMNS, LATENT
 
 KEYS, WARPS = 16, 4  # keys that a warp finds scores of; warps of a block, each with its share of the output's columns
@@ -41,8 +41,8 @@ class Config:
     of a tile, heads and tokens together. kv: keys of a tile. stages: of the pipeline."""
 
     dtype: dtype
-    reach: Reach
-    cache: Dense
+    window: KeyWindow
+    cache: DenseLoader
     result: FinalOutput
     overlaps_previous: bool
     band: int
@@ -52,13 +52,13 @@ class Config:
     resident = 1  # blocks that a multiprocessor is to work on
 
     @property
-    def given(self):
+    def params(self):
         """The record of numbers and arrays that reach, cache and result need in the kernel."""
-        return record(**self.reach.given, **self.cache.given, **self.result.given)
+        return record(**self.window.params, **self.cache.params, **self.result.params)
 
     def __str__(self):
         return (
-            f"mla {self.dtype} {self.reach} {self.cache} {self.result}, {self.band} x {self.kv}"
+            f"mla {self.dtype} {self.window} {self.cache} {self.result}, {self.band} x {self.kv}"
             + " PDL" * self.overlaps_previous
         )
 
@@ -71,22 +71,26 @@ ROOMS = {  # bytes of shared memory that a block may have: {rows: (keys, stages)
 }
 
 
-def config_for(of: dtype, reach: Reach, cache: Dense, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE) -> Config:
+def config_for(
+    of: dtype, window: KeyWindow, cache: DenseLoader, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE
+) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    return Config(of, reach, cache, result, pdl, band, *shapes[band])
+    return Config(of, window, cache, result, pdl, band, *shapes[band])
 
 
 def asked_for(arch: str, everything: bool, pieces: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """The arguments of config_for that occur on an architecture: for bf16, one token and whole pieces, or for `everything`.
     fp16 takes as many registers as bf16."""
-    one, several, target = Reach(False, False, False), Reach(False, True, False), capability(arch)
-    kinds = [(one, Dense, FinalOutput), (several, Paged, PartialOutput)]
-    kinds += [(one, Paged, FinalOutput), (several, Indexed, PartialOutput)] * everything
-    forms = [*((bf16, piece) for piece in pieces), (fp16, pieces[0])]
-    for (of, piece), (reach, cache, result), rows in itertools.product(forms[: None if everything else 1], kinds, (1, 128)):
-        yield of, reach, cache(piece), result(of, piece), has_early_launch(target), rows, shared_bytes(target)
+    one, several, target = KeyWindow(False, False, False), KeyWindow(False, True, False), capability(arch)
+    kinds = [(one, DenseLoader, FinalOutput), (several, PagedLoader, PartialOutput)]
+    kinds += [(one, PagedLoader, FinalOutput), (several, IndexedLoader, PartialOutput)] * everything
+    forms = [*((bf16, vector_bytes) for vector_bytes in pieces), (fp16, pieces[0])]
+    for (of, vector_bytes), (window, cache, result), rows in itertools.product(
+        forms[: None if everything else 1], kinds, (1, 128)
+    ):
+        yield of, window, cache(vector_bytes), result(of, vector_bytes), has_early_launch(target), rows, shared_bytes(target)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -97,12 +101,12 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    BAND, KV, STAGES, INPUT, GIVEN = config.band, config.kv, config.stages, config.dtype, config.given
+    BAND, KV, STAGES, INPUT, PARAMS = config.band, config.kv, config.stages, config.dtype, config.params
     PARTS, OWN = KV // KEYS, LATENT // WARPS  # of a tile's keys; columns of the output that a warp has
     AHEAD = STAGES - 1  # tiles under way
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
-    reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
-    split, PDL, IS_FINAL = Parted(reach, KV), config.overlaps_previous, type(config.result) is FinalOutput
+    window, cache, result, softmax = config.window, config.cache, config.result, Softmax(O)
+    split, PDL, IS_FINAL = FixedSplits(window, KV), config.overlaps_previous, type(config.result) is FinalOutput
     smem = shared(
         q=pipeline(st(BAND, COLUMNS, INPUT), 1, WARPS),
         k=pipeline(st(KV, COLUMNS, INPUT), STAGES, WARPS),
@@ -112,7 +116,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gLatent: array(4, INPUT), given: GIVEN,
+        gQ: array(5, INPUT), gLatent: array(4, INPUT), params: PARAMS,
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Attention of one of `bands` tiles of rows (a row is one of `group` heads of one of `tokens` tokens) over one of
@@ -128,40 +132,40 @@ def make(config: Config):
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
         token = (row_index(O.col_vec) + row) // group
         own = int32(warp % PARTS)  # where there are fewer parts of keys than warps, several find the same scores
-        work = split.first(number, splits, sequences, tokens, given)
+        work = split.first_work(number, splits, sequences, tokens, params)
         sequence = work.sequence
-        out_tile = OutputTile(sequence, 0, work.part, work.of, IS_FINAL, row, first_token, last_token, group)
-        sees = reach.keys(sequence, first_token, last_token, tokens, given)
+        out_tile = OutputTile(sequence, 0, work.part, work.part_batch, IS_FINAL, row, first_token, last_token, group)
+        sees = window.key_span(sequence, first_token, last_token, tokens, params)
         first, end = int32(KV * work.tile), sees.end
-        n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
+        n = int32(max(0, min(work.end_tile - work.tile, (end - first + KV - 1) // KV)))
         lie = q.look_up(None, group, (0, row), rows)  # a token's rows, and only these, lie in one place
-        here = cache.look(k, gLatent, sequence, first, end, given)
-        q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.piece)
+        here = cache.look_up(k, gLatent, sequence, first, end, params)
+        q.fill_pages(0, gQ, lie, (row, sequence, 0, 0), rows, None, cache.vector_bytes)
         for i in range(AHEAD):
-            cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-            here = cache.look(k, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-        at = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0)
-        queries, seen = q.wait(0, AHEAD), softmax.begin(LOWEST)
+            cache.fill(k, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, params)
+            here = cache.look_up(k, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
+        ctx = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0)
+        queries, state = q.wait(0, AHEAD), softmax.init(LOWEST)
         for i in range(n):
             key, later = int32(first + KV * i), int32(first + KV * (i + AHEAD))
             tile = k.wait(i, AHEAD - 1)
-            cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-            here = cache.look(k, gLatent, sequence, int32(later + KV), end, given)
+            cache.fill(k, i + AHEAD, gLatent, here, sequence, later, 0, end, n, params)
+            here = cache.look_up(k, gLatent, sequence, int32(later + KV), end, params)
             s = mma_ABt(zeros(S), queries, subtile(tile, KEYS, own))
-            s = reach.mask(s, at, int32(key + KEYS * own), end)
-            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
-            p = seen.weights(s, None, scale)
-            seen = seen.add(p)
+            s = window.mask(s, ctx, int32(key + KEYS * own), end)
+            state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)
+            p = state.weights(s, None, scale)
+            state = state.add(p)
             store(subtile(weights, BAND, warp), INPUT(p))
             block.sync()
-            o = seen.rescaled()
+            o = state.rescale()
             for part in range(PARTS):
                 o = mma_AB(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
-            seen = seen._replace(o=o)
+            state = state._replace(o=o)
 
-        l = block.reduce_sum(finish_sum(seen.l) * (1.0 if warp < PARTS else 0.0), scratch)
-        result.store(over_sum(seen.o, l), out_tile, int32(OWN * warp), given)
+        l = block.reduce_sum(finish_sum(state.l) * (1.0 if warp < PARTS else 0.0), scratch)
+        result.store(over_sum(state.o, l), out_tile, int32(OWN * warp), params)
         if warp == 0:
-            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
+            result.store_lse(state.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

@@ -33,9 +33,9 @@ class Config:
     threads = LANES
 
     @property
-    def given(self):
+    def params(self):
         """The record of what `result` needs in the kernel."""
-        return record(**self.result.given)
+        return record(**self.result.params)
 
     def __str__(self):
         return f"mla {self.result.dtype}" + " PDL" * self.overlaps_previous
@@ -49,13 +49,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    result, PDL, GIVEN, O = config.result, config.overlaps_previous, config.given, rt(ROWS, COLUMNS, fp32)
+    result, PDL, PARAMS, O = config.result, config.overlaps_previous, config.params, rt(ROWS, COLUMNS, fp32)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
         out_partial: array(5),
         lse_partial: array(4),
-        given: GIVEN,
+        params: PARAMS,
         bands: INT,
         splits: INT,
         tokens: INT,
@@ -79,8 +79,8 @@ def make(config: Config):
             most = maximum(m, x)
             lag, weight = exp2((m - most) * scale), exp2((x - most) * scale)
             m, l, o = most, l * lag + weight, o * lag + part * weight
-        result.store(over_sum(o, l), out_tile, col, given)
+        result.store(over_sum(o, l), out_tile, col, params)
         if slab == 0:
-            result.store_lse(m + log2(l) / scale, scale, out_tile, given)
+            result.store_lse(m + log2(l) / scale, scale, out_tile, params)
 
     return combine, None

@@ -7,7 +7,8 @@ from typing import Any
 from tiles.arrays import Operand
 from tiles.device import machine
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, program
+from tiles.plan import Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.targets import has_early_launch, has_fp8
 
@@ -15,20 +16,20 @@ from ..families import choose_family
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..softmax.decode import combine as combine_many
-from ..softmax.decode.caches import Dense, Indexed, Paged
+from ..softmax.decode.caches import DenseLoader, IndexedLoader, PagedLoader
 from ..softmax.decode.decode import parts_of
 from ..softmax.decode.launches import by_rows
 from ..softmax.decode.page_checks import placed
-from ..softmax.decode.reach import Reach
+from ..softmax.decode.reach import KeyWindow
 from ..softmax.decode.results import FinalOutput, PartialOutput
-from ..softmax.decode.splits import MOST, splits_for
+from ..softmax.decode.splits import MAX_SPLITS, choose_split_count
 from ..softmax.fp8 import of_fp8
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
 from ..softmax.planning import scale_of
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
-from .products import Same
+from .products import LatentProducts
 from .shape import COLUMNS, LATENT, ROTARY
 
 FEWEST = 32  # rows of a page that TMA brings: of 16 it takes 1.3 times as long as rows that are gathered, of 64 nine tenths
@@ -150,27 +151,27 @@ def _mla_decode(problem: Problem, causal: bool, splits: int | None, scale: float
     if problem("V") != (LATENT,):  # of out, if it is given
         raise problem.error("out", f"must have {LATENT} columns", "out")
     _check_heads(problem)
-    piece, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
-    cache, latent, dtype, gpu = _cache(problem, piece), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
+    vector_bytes, box, heads = problem.bytes_at_once(), _box(problem), problem("H")[0]
+    cache, latent, dtype, gpu = _cache(problem, vector_bytes), problem["latent"], DTYPES[problem.dtype], machine(problem.device)
     rows = problem("S")[0] * heads
     chosen = choose_family(problem, family)
     arrays: dict[str, Any] = {"gLatent": _one_head(latent, 2)}
     if chosen == "sm_80" or (family is None and rows <= ampere.BAND):  # tiles of 16 rows: the others are 64, most of them empty
         pdl, arrays["gQ"] = has_early_launch(gpu.capability), by_rows(problem["q"], heads)
 
-        def config(reach, result):
-            return ampere.config_for(dtype, reach, cache, result, pdl, rows, gpu.shared_bytes)
+        def config(window, result):
+            return ampere.config_for(dtype, window, cache, result, pdl, rows, gpu.shared_bytes)
 
-        return _plan(problem, ampere, config, arrays, piece, causal, splits, scale, return_lse)
+        return _plan(problem, ampere, config, arrays, vector_bytes, causal, splits, scale, return_lse)
     arrays |= {"gQ": _one_head(problem["q"], 2), "gRotary": _one_head(latent, 2), "gDescale": None}
     arrays |= {"page_size": problem("T")[0]} if "pages" in problem and box is not None else {}
 
-    def shape(reach, result):
+    def shape(window, result):
         if box is None:
-            return hopper.gathered(dtype, False, reach, cache, result)
-        return hopper.Config(Same(dtype), reach, box, result)
+            return hopper.gathered(dtype, False, window, cache, result)
+        return hopper.Config(LatentProducts(dtype), window, box, result)
 
-    return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+    return _plan(problem, hopper, shape, arrays, vector_bytes, causal, splits, scale, return_lse)
 
 
 @program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
@@ -182,35 +183,35 @@ def _mla_decode_fp8(
         wanted = f"q must have {COLUMNS} columns, a cache of 8 bits {LATENT}, and the rotated columns are {ROTARY}"
         raise problem.error("latent", wanted, "q", "latent", "rotary")
     _check_heads(problem)
-    piece = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
-    chosen = choose_family(problem, family, piece == hopper.PIECE)
+    vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
+    chosen = choose_family(problem, family, vector_bytes == hopper.VECTOR_BYTES)
     gpu, form = machine(problem.device), problem["latent"].form
     if not has_fp8(gpu.capability):
         raise ValueError(f"latent: float8_e4m3fn takes a GPU of compute capability 8.9 or later; it lies on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
-    if piece not in quantised.PIECES:
+    if vector_bytes not in quantised.PIECES:
         raise problem.error("latent", "addresses and strides must be multiples of 4 bytes, as of rotary and q", "latent")
     dtype, rows, pdl = DTYPES[problem.dtype], math.prod(problem("SH")), has_early_launch(gpu.capability)
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
-    cache = _cache(problem, piece)
+    cache = _cache(problem, vector_bytes)
     if chosen == "sm_90" and (family is not None or rows > 2 * quantised.BAND):
 
-        def shape(reach, result):
-            return hopper.gathered(dtype, True, reach, cache, result)
+        def shape(window, result):
+            return hopper.gathered(dtype, True, window, cache, result)
 
-        return _plan(problem, hopper, shape, arrays, piece, causal, splits, scale, return_lse)
+        return _plan(problem, hopper, shape, arrays, vector_bytes, causal, splits, scale, return_lse)
 
-    def config(reach, result):
-        return quantised.config_for(dtype, reach, cache, result, pdl, rows, gpu.shared_bytes)
+    def config(window, result):
+        return quantised.config_for(dtype, window, cache, result, pdl, rows, gpu.shared_bytes)
 
-    return _plan(problem, quantised, config, arrays, piece, causal, splits, scale, return_lse)
+    return _plan(problem, quantised, config, arrays, vector_bytes, causal, splits, scale, return_lse)
 
 
 def _plan(
-    problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], piece: int, causal: bool, splits: int | None,
-    scale: float, return_lse: bool,
+    problem: Problem, kernels: Any, shape: Callable, arrays: dict[str, Any], vector_bytes: int, causal: bool,
+    splits: int | None, scale: float, return_lse: bool,
 ) -> Plan:  # fmt: skip
     """The Plan of a call: the launch of attention, and if several blocks share the keys the one that joins their results.
     kernels: the module. shape: shape(reach, result) is a configuration. arrays: what its kernel takes besides."""
@@ -220,16 +221,16 @@ def _plan(
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
     dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
-    reach, whole = Reach(False, causal and tokens > 1, False), FinalOutput(dtype, piece)
-    of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if reach.right else {})
-    config = shape(reach, PartialOutput(dtype, piece))
+    window, whole = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
+    of_keys = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
+    config = shape(window, PartialOutput(dtype, vector_bytes))
     bands = -(-rows // config.band)
     tiles, places = -(-most_keys // config.kv), gpu.processors * config.resident
-    parts = splits_for(batch * bands, tiles, places, MOST) if splits is None else splits
+    parts = choose_split_count(batch * bands, tiles, places, MAX_SPLITS) if splits is None else splits
     told = {"splits": parts, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     to, steps, scratch = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}, [], []
     if parts == 1:
-        config = shape(reach, whole)
+        config = shape(window, whole)
     else:
         scratch = [((parts, batch, 1, rows, LATENT), "float32"), ((parts, batch, 1, rows), "float32")]
         out_partial, lse_partial = [problem.scratch(n, *each) for n, each in enumerate(scratch)]
@@ -260,25 +261,25 @@ def _check_heads(problem: Problem) -> None:
         raise problem.error("q", "must have at least one head", "q")
 
 
-def _cache(problem: Problem, piece: int) -> Dense:
+def _cache(problem: Problem, vector_bytes: int) -> DenseLoader:
     """Where latents lie. ValueError: pages and batch_index are both given; or there is neither, and batches differ."""
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where there are pages, whose table says where a sequence lies")
-        return Paged(piece)
+        return PagedLoader(vector_bytes)
     if "batch_index" in problem:
-        return Indexed(piece)
+        return IndexedLoader(vector_bytes)
     if problem("B") != problem("C"):
         raise problem.error("latent", "batch must equal q's where there are neither pages nor batch_index", "latent", "q")
-    return Dense(piece)
+    return DenseLoader(vector_bytes)
 
 
-def _box(problem: Problem) -> boxes.Dense | None:
+def _box(problem: Problem) -> boxes.TmaLatents | None:
     """How TMA finds latents. None if its boxes would be so small that the producer's warps are faster at gathering rows."""
     if "pages" not in problem:
-        return boxes.Indexed() if "batch_index" in problem else boxes.Dense()
+        return boxes.TmaIndexedLatents() if "batch_index" in problem else boxes.TmaLatents()
     rows = math.gcd(problem("T")[0], hopper.KV)
-    return boxes.Paged(hopper.KV // rows) if rows >= FEWEST else None
+    return boxes.TmaPagedLatents(hopper.KV // rows) if rows >= FEWEST else None
 
 
 def _one_head(operand: Operand, axis: int) -> Operand:

@@ -36,12 +36,12 @@ from tiles.cp_async import PIECES as EVERY
 from tiles.layout import LANES
 from tiles.targets import LARGE, SMALL, capability, has_fp8
 
-from ..softmax.decode.caches import Dense, Paged
-from ..softmax.decode.reach import Reach
+from ..softmax.decode.caches import DenseLoader, PagedLoader
+from ..softmax.decode.reach import KeyWindow
 from ..softmax.decode.results import FinalOutput, OutputTile
-from ..softmax.decode.splits import Parted
+from ..softmax.decode.splits import FixedSplits
 from ..softmax.online import LOWEST, Softmax, over_sum
-from ..softmax.variants import At
+from ..softmax.variants import ScoreContext
 from .ampere import asked_for
 from .shape import LATENT, ROTARY
 
@@ -56,8 +56,8 @@ class Config:
     wait for each other."""
 
     dtype: dtype
-    reach: Reach
-    cache: Dense
+    window: KeyWindow
+    cache: DenseLoader
     result: FinalOutput
     overlaps_previous: bool
     band: int
@@ -76,12 +76,12 @@ class Config:
         return LANES * self.warps
 
     @property
-    def given(self):
+    def params(self):
         """The record of numbers and arrays that reach, cache and result need in the kernel."""
-        return record(**self.reach.given, **self.cache.given, **self.result.given)
+        return record(**self.window.params, **self.cache.params, **self.result.params)
 
     def __str__(self):
-        kind = f"mla {self.dtype} of fp8 {self.reach} {self.cache} {self.result}"
+        kind = f"mla {self.dtype} of fp8 {self.window} {self.cache} {self.result}"
         return f"{kind}, {self.band} x {self.kv}" + " PDL" * self.overlaps_previous
 
 
@@ -93,12 +93,14 @@ ROOMS = {  # bytes of shared memory that a block may have: {rows: (warps, stages
 PAGED = 8, 2, 1  # the same of 16 rows over pages, where the other is not timed
 
 
-def config_for(of: dtype, reach: Reach, cache: Dense, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE) -> Config:
+def config_for(
+    of: dtype, window: KeyWindow, cache: DenseLoader, result: FinalOutput, pdl: bool, rows: int, room: int = LARGE
+) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `room` bytes of shared memory."""
     shapes = ROOMS[max(r for r in ROOMS if r <= room)]
     band = max(shapes) if rows > BAND else BAND
-    shape = PAGED if type(cache) is Paged and room >= LARGE and band == BAND else shapes[band]
-    return Config(of, reach, cache, result, pdl, band, *shape)
+    shape = PAGED if type(cache) is PagedLoader and room >= LARGE and band == BAND else shapes[band]
+    return Config(of, window, cache, result, pdl, band, *shape)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
@@ -110,12 +112,12 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    BAND, KV, WARPS, STAGES, INPUT, GIVEN = config.band, config.kv, config.warps, config.stages, config.dtype, config.given
+    BAND, KV, WARPS, STAGES, INPUT, PARAMS = config.band, config.kv, config.warps, config.stages, config.dtype, config.params
     OWN, AHEAD = LATENT // WARPS, STAGES - 1  # columns of the output that a warp has; tiles under way
     S, O = rt(BAND, KEYS, fp32), rt(BAND, OWN, fp32)
     Q, PANEL = rt(BAND, ROTARY, fp32), ROTARY
-    reach, cache, result, softmax = config.reach, config.cache, config.result, Softmax(O)
-    split, PDL, IS_FINAL = Parted(reach, KV), config.overlaps_previous, type(config.result) is FinalOutput
+    window, cache, result, softmax = config.window, config.cache, config.result, Softmax(O)
+    split, PDL, IS_FINAL = FixedSplits(window, KV), config.overlaps_previous, type(config.result) is FinalOutput
     smem = shared(
         q=st(BAND, LATENT, fp16),
         q_rotary=st(BAND, ROTARY, INPUT),
@@ -145,7 +147,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gLatent: array(4, fp8e4m3), gRotary: array(4, INPUT), gDescale: array(2), given: GIVEN,
+        gQ: array(5, INPUT), gLatent: array(4, fp8e4m3), gRotary: array(4, INPUT), gDescale: array(2), params: PARAMS,
         bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
@@ -158,47 +160,47 @@ def make(config: Config):
         warp, row, rows = int32(cuda.threadIdx.x // LANES), int32(BAND * band), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
         token = (row_index(O.col_vec) + row) // group
-        work = split.first(number, splits, sequences, tokens, given)
+        work = split.first_work(number, splits, sequences, tokens, params)
         sequence = work.sequence
-        out_tile = OutputTile(sequence, 0, work.part, work.of, IS_FINAL, row, first_token, last_token, group)
-        sees = reach.keys(sequence, first_token, last_token, tokens, given)
+        out_tile = OutputTile(sequence, 0, work.part, work.part_batch, IS_FINAL, row, first_token, last_token, group)
+        sees = window.key_span(sequence, first_token, last_token, tokens, params)
         first, end = int32(KV * work.tile), sees.end
-        n = int32(max(0, min(work.end - work.tile, (end - first + KV - 1) // KV)))
-        at, seen = At(sequence, 0, token, sees.shift, tokens, end, given, 0, 0), softmax.begin(LOWEST)
-        here = cache.look(latent, gLatent, sequence, first, end, given)
-        numbers = cache.look(descale, gDescale, sequence, first, end, given)
+        n = int32(max(0, min(work.end_tile - work.tile, (end - first + KV - 1) // KV)))
+        ctx, state = ScoreContext(sequence, 0, token, sees.shift, tokens, end, params, 0, 0), softmax.init(LOWEST)
+        here = cache.look_up(latent, gLatent, sequence, first, end, params)
+        numbers = cache.look_up(descale, gDescale, sequence, first, end, params)
         for i in range(AHEAD):
-            cache.fill_numbers(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, given)
-            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, given)
-            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, given)
-            here = cache.look(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, given)
-            numbers = cache.look(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, given)
+            cache.fill_descales(descale, i, gDescale, numbers, sequence, int32(first + KV * i), (), end, n, params)
+            cache.fill(rotary, i, gRotary, here, sequence, int32(first + KV * i), 0, end, n, params)
+            cache.fill(latent, i, gLatent, here, sequence, int32(first + KV * i), 0, end, n, params)
+            here = cache.look_up(latent, gLatent, sequence, int32(first + KV * (i + 1)), end, params)
+            numbers = cache.look_up(descale, gDescale, sequence, int32(first + KV * (i + 1)), end, params)
         bring(q, q_rotary, gQ, out_tile, warp)
         for i in range(n):
             key, later = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
             tile = latent.wait(i, GROUPS * (AHEAD - 1))
-            cache.fill_numbers(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, given)
-            cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, given)
-            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, given)
-            here = cache.look(latent, gLatent, sequence, int32(later + KV), end, given)
-            numbers = cache.look(descale, gDescale, sequence, int32(later + KV), end, given)
+            cache.fill_descales(descale, i + AHEAD, gDescale, numbers, sequence, later, (), end, n, params)
+            cache.fill(rotary, i + AHEAD, gRotary, here, sequence, later, 0, end, n, params)
+            cache.fill(latent, i + AHEAD, gLatent, here, sequence, later, 0, end, n, params)
+            here = cache.look_up(latent, gLatent, sequence, int32(later + KV), end, params)
+            numbers = cache.look_up(descale, gDescale, sequence, int32(later + KV), end, params)
             d = load(descale.own(i, GROUPS * AHEAD), S.row_vec)
             s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
             s = mma_ABt(s * d, q_rotary, rotary.own(i, GROUPS * AHEAD))
-            s = reach.mask(s, at, key, end)
-            seen = seen.raised(block.reduce_max(row_max(s), scratch), scale, slack)
-            p = seen.weights(s, None, scale)
-            seen = seen.add(p)
+            s = window.mask(s, ctx, key, end)
+            state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)
+            p = state.weights(s, None, scale)
+            state = state.add(p)
             store(subtile(weights, BAND, warp), fp16(p * d))
             block.sync()
-            o = seen.rescaled()
+            o = state.rescale()
             for part in range(WARPS):
                 o = mma_AB_unzipped(o, subtile(weights, BAND, part), subtile(tile, KEYS, part, OWN, warp))
-            seen = seen._replace(o=o)
+            state = state._replace(o=o)
 
-        l = block.reduce_sum(finish_sum(seen.l), scratch)
-        result.store(over_sum(rezipped(seen.o), l), out_tile, int32(OWN * warp), given)
+        l = block.reduce_sum(finish_sum(state.l), scratch)
+        result.store(over_sum(rezipped(state.o), l), out_tile, int32(OWN * warp), params)
         if warp == 0:
-            result.store_lse(seen.m + log2(l) / scale, scale, out_tile, given)
+            result.store_lse(state.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

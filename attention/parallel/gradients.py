@@ -11,7 +11,7 @@ import torch
 
 import attention
 
-from .pieces import Call, Piece
+from .pieces import CallPiece, ForwardCall
 
 LEARNED = "bias", "alibi", "aux"  # whose gradients attention.backward is asked for
 
@@ -22,7 +22,7 @@ def dlse_of(dlse: Any, rows: slice, heads: slice = slice(None)) -> Any:
 
 
 @dataclass
-class Gradients:
+class GradientAccumulator:
     """dq, dk, dv: in float32. others: by their flat names (sink, bias, alibi, aux0 ..) those of arrays that every rank has:
     this rank's share of them, which the ranks' sum completes. wanted: of which arrays, at least. first: the first of the heads
     that these have."""
@@ -35,11 +35,11 @@ class Gradients:
     others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, q: Any, k: Any, v: Any, call: Call, wanted: Sequence[str]) -> Gradients:
+    def begin(cls, q: Any, k: Any, v: Any, call: ForwardCall, wanted: Sequence[str]) -> GradientAccumulator:
         """Of nothing yet."""
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         found = cls(dq, dk, dv, wanted, call.heads.start)
-        for name, x in call.told.items():
+        for name, x in call.options.items():
             arrays = {f"aux{n}": one for n, one in enumerate(x)} if name == "aux" else {name: x}
             for flat, one in arrays.items():
                 if flat in wanted:
@@ -48,8 +48,8 @@ class Gradients:
 
     def add(
         self,
-        part: Piece,
-        call: Call,
+        part: CallPiece,
+        call: ForwardCall,
         dout: Any,
         q: Any,
         k: Any,
@@ -62,28 +62,28 @@ class Gradients:
     ) -> None:
         """The gradients of a piece of a call of some heads; into: where those of its queries, keys and values are summed.
         accumulate: by the kernel, which may be another one then than one GPU would take, and give other last bits."""
-        told: dict[str, Any] = dict(part.options)
-        learned = [name for name in LEARNED if name in told and any([x.startswith(name) for x in self.others])]
-        sinks, backward = "sink" in told, partial(attention.backward, dout, q, k, v, out, lse, dlse=dlse)
+        options: dict[str, Any] = dict(part.options)
+        learned = [name for name in LEARNED if name in options and any([x.startswith(name) for x in self.others])]
+        sinks, backward = "sink" in options, partial(attention.backward, dout, q, k, v, out, lse, dlse=dlse)
         if accumulate and not learned:
-            places = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(told["sink"])} if sinks else {})
-            rest = backward(accumulate=True, **places, **told)[3:]
+            places = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(options["sink"])} if sinks else {})
+            rest = backward(accumulate=True, **places, **options)[3:]
         else:
             asked: dict[str, Any] = {f"d{name}": True for name in learned if name != "aux"}
             if "aux" in learned:
-                asked["daux"] = [x.is_floating_point() or None for x in told["aux"]]
-            found = backward(**asked, **told)
+                asked["daux"] = [x.is_floating_point() or None for x in options["aux"]]
+            found = backward(**asked, **options)
             for total, x in zip(into, found):
                 total += x
             rest = found[3:]
         names = [name for name in ("bias", "alibi") if name in learned] + ["sink"] * sinks
         if "aux" in learned:
-            names += [f"aux{n - part.placed}" for n, x in enumerate(told["aux"]) if x.is_floating_point()]
+            names += [f"aux{n - part.placed}" for n, x in enumerate(options["aux"]) if x.is_floating_point()]
         for name, x in zip(names, rest, strict=True):
             if name in self.others:
                 self._place(name, part, call).add_(x)
 
-    def _place(self, name: str, part: Piece, call: Call) -> Any:
+    def _place(self, name: str, part: CallPiece, call: ForwardCall) -> Any:
         """Where the gradient of a piece belongs in that of a whole array."""
         total, mine = self.others[name], slice(call.heads.start - self.first, call.heads.stop - self.first)
         if name in ("sink", "alibi"):

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .arrival import Arrival
-from .moves import Strided, Way, made_like, strided
+from .arrival import CopySchedule
+from .moves import Redistribution, StridedView, made_like, strided
 from .orders import Span
-from .peers import Peers, Pending, one_of
+from .peers import Peers, PendingMessages, one_dimensional_peers
 
 ALIGNED = 256  # bytes
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # ranks of one GPU, which copies by multiprocessors
@@ -31,7 +31,7 @@ PATIENCE = 600_000  # milliseconds that the others may take to come
 
 
 @dataclass(frozen=True)
-class Mapped(Peers):
+class MappedPeers(Peers):
     """The ranks of a process group that map each other's memory, and what of it."""
 
     memory: Any
@@ -43,13 +43,13 @@ class Mapped(Peers):
         return self.memory.open
 
     @property
-    def arrives(self) -> bool:
+    def overlaps_copies(self) -> bool:
         return self.memory.by_engines and self.memory.open
 
-    def arrive(self, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    def start_copies(self, arrival: CopySchedule, k: Any, v: Any) -> tuple[Any, Any, Any]:
         return self.memory.arriving(self.rank, arrival, k, v)
 
-    def bring(self, routes: Sequence[tuple[Any, Way, Sequence[Any]]]) -> Pending:
+    def pull_rows(self, routes: Sequence[tuple[Any, Redistribution, Sequence[Any]]]) -> PendingMessages:
         sizes = [_aligned(its.most, x) for x, its, _ in routes]
         self.memory.turn(sum(sizes))
         own, copies, at = [], [], 0
@@ -58,10 +58,10 @@ class Mapped(Peers):
             own.append((view(self.rank, 0, x.shape[1]), x))
             copies += [(place, view(rank, *rows)) for place, rank, rows in zip(places, its.receives, its.sources)]
             at += size
-        return Pending([self.memory.copied(own, copies)])
+        return PendingMessages([self.memory.copied(own, copies)])
 
 
-class Memory:
+class SymmetricBuffers:
     """Memory of every rank that all map, in two halves, of so many bytes as a call has needed."""
 
     def __init__(self, peers: Peers):
@@ -95,7 +95,7 @@ class Memory:
             self.now, self.raw = now, raw
         self.half = 0 if self.half else self.nbytes
 
-    def arriving(self, rank: int, arrival: Arrival, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    def arriving(self, rank: int, arrival: CopySchedule, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """Own rows are put where others read them, all meet, and the others' are copied while what is given back is read.
 
         Whoever has read all of it has waited for all copies, so that what is given back is free then, and so is the half."""
@@ -125,13 +125,13 @@ class Memory:
             torch.cuda.set_stream(self.now)
         return keys, values, arrived
 
-    def _arriving(self, rank: int, arrival: Arrival, of_keys: int, k: Any, v: Any) -> tuple[Any, ...]:
+    def _arriving(self, rank: int, arrival: CopySchedule, of_keys: int, k: Any, v: Any) -> tuple[Any, ...]:
         """What calls of a form have in common in this half: where own rows go, what is copied, and what counts copies."""
 
         def rows(rank: int, at: int, x: Any, span: Span) -> Any:
             return self.view(at, x.dtype, x.shape[2:], rank, *span)
 
-        def part(x: Any, span: Span) -> Strided:
+        def part(x: Any, span: Span) -> StridedView:
             each = math.prod(x.shape[2:])
             return (1, len(span), *x.shape[2:]), (arrival.rows * each, *x.stride()[1:]), span.start * each
 
@@ -171,7 +171,7 @@ def _aligned(rows: int, x: Any) -> int:
     return -(-rows * math.prod(x.shape[2:]) * x.element_size() // ALIGNED) * ALIGNED
 
 
-def mapped(group: Any = None) -> Mapped:
+def mapped(group: Any = None) -> MappedPeers:
     """The ranks of a process group, or all, as ranks that map each other's memory; pass it to this package's functions as
     `group`. Every rank calls it, once. Their GPUs are on one host and reach each other
     (torch.distributed._symmetric_memory).
@@ -180,9 +180,9 @@ def mapped(group: Any = None) -> Mapped:
     turns (choice.first_heads), and while attention reads them where arrival.py serves the call. Everything else comes by
     messages, as before. Twice the largest share that came this way stays allocated. If a rank does not call it, the others
     get a CUDA error after ten minutes, which names nothing."""
-    return _mapped(one_of(group))
+    return _mapped(one_dimensional_peers(group))
 
 
 @functools.lru_cache(64)
-def _mapped(peers: Peers) -> Mapped:
-    return Mapped(peers.group, peers.rank, peers.world, peers.ranks, Memory(peers))
+def _mapped(peers: Peers) -> MappedPeers:
+    return MappedPeers(peers.group, peers.rank, peers.world, peers.ranks, SymmetricBuffers(peers))

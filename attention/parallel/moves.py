@@ -18,8 +18,8 @@ import torch
 
 from tiles.frameworks import kind_of
 
-from .orders import Span, Spans, count, places
-from .peers import Peers, Pending
+from .orders import Span, Spans, count_tokens, with_offsets
+from .peers import Peers, PendingMessages
 
 WIDE = torch.float64  # the dtype as which bytes are copied, eight at a time
 
@@ -32,7 +32,7 @@ def _as_strided(x: Any, size: tuple[int, ...], strides: tuple[int, ...], first: 
 strided = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_reinterpret_tensor", _as_strided)
 
 
-class Cut(NamedTuple):
+class ShardRegion(NamedTuple):
     """What a rank holds of an array (batch, rows, heads, ..): the rows of some spans, one behind the other, of these heads."""
 
     spans: Spans
@@ -41,10 +41,10 @@ class Cut(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, heads) of the cut."""
-        return count(self.spans), len(self.heads)
+        return count_tokens(self.spans), len(self.heads)
 
 
-class Box(NamedTuple):
+class RegionOverlap(NamedTuple):
     """A rectangle that two cuts have in common: its rows and heads in the first cut and in the second."""
 
     rows: slice
@@ -53,19 +53,19 @@ class Box(NamedTuple):
     to_heads: slice
 
 
-def common(source: Cut, target: Cut) -> list[Box]:
+def intersect_regions(source: ShardRegion, target: ShardRegion) -> list[RegionOverlap]:
     """The rectangles that two cuts have in common, in the same order on every rank."""
     heads = source.heads.within(target.heads)
-    found: list[Box] = []
+    found: list[RegionOverlap] = []
     if not len(heads):
         return []
     columns = [slice(heads.start - cut.heads.start, heads.stop - cut.heads.start) for cut in (source, target)]
-    for at, mine in places(source.spans):
-        for to, its in places(target.spans):
+    for at, mine in with_offsets(source.spans):
+        for to, its in with_offsets(target.spans):
             rows = mine.within(its)
             if len(rows):
                 a, b = at + rows.start - mine.start, to + rows.start - its.start
-                box = Box(slice(a, a + len(rows)), columns[0], slice(b, b + len(rows)), columns[1])
+                box = RegionOverlap(slice(a, a + len(rows)), columns[0], slice(b, b + len(rows)), columns[1])
                 last = found[-1] if found else None
                 if last and (last.rows.stop, last.to_rows.stop) == (a, b):  # one message, not two
                     found[-1] = box._replace(
@@ -76,21 +76,21 @@ def common(source: Cut, target: Cut) -> list[Box]:
     return found
 
 
-Range = tuple[int, int]  # the first of them, and how many
-View = tuple[Range, Range]  # rows, heads
-Strided = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, first element
+OffsetAndLength = tuple[int, int]  # the first of them, and how many
+Rectangle = tuple[OffsetAndLength, OffsetAndLength]  # rows, heads
+StridedView = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides, first element
 
 
-def view_of(rows: slice, heads: slice) -> View:
+def view_of(rows: slice, heads: slice) -> Rectangle:
     """The View of a rectangle."""
     return (rows.start, rows.stop - rows.start), (heads.start, heads.stop - heads.start)
 
 
-class Split:
+class AxisSplit:
     """Several ranges of an axis of `extent` elements. Ranges that do not overlap are split off in one call, which takes no
     longer than one range by itself."""
 
-    def __init__(self, extent: int, ranges: Sequence[Range]):
+    def __init__(self, extent: int, ranges: Sequence[OffsetAndLength]):
         self.ranges, self.sizes = list(dict.fromkeys(ranges)), []
         self.whole = self.ranges == [(0, extent)]
         pieces, end = {}, 0
@@ -109,12 +109,12 @@ class Split:
         return [x.narrow(axis, *one) if at is None else pieces[at] for one, at in zip(self.ranges, self.pieces)]
 
 
-class Views:
+class RectangleViews:
     """Several rectangles of an array (batch, rows, heads, ..)."""
 
-    def __init__(self, shape: tuple[int, int], views: Sequence[View]):
-        self.rows = Split(shape[0], [rows for rows, _ in views])
-        self.heads = [Split(shape[1], [its for rows, its in views if rows == one]) for one in self.rows.ranges]
+    def __init__(self, shape: tuple[int, int], views: Sequence[Rectangle]):
+        self.rows = AxisSplit(shape[0], [rows for rows, _ in views])
+        self.heads = [AxisSplit(shape[1], [its for rows, its in views if rows == one]) for one in self.rows.ranges]
         at = [self.rows.ranges.index(rows) for rows, _ in views]
         self.order = [(n, self.heads[n].ranges.index(heads)) for n, (_, heads) in zip(at, views)]
         self.of_all_heads = at if all([split.whole for split in self.heads]) else None
@@ -130,7 +130,7 @@ class Views:
         return [found[n][m] for n, m in self.order]
 
 
-class Way:
+class Redistribution:
     """How an array (batch, rows, heads, ..) gets from the cuts that ranks have to those that they want, as one rank sees it.
     Computed once for all calls of a form, because it takes time.
 
@@ -140,43 +140,43 @@ class Way:
     and sent) and of what it wants (own and received). most: the most rows of a rank. shape: (rows, heads) of what it wants.
     whole: all of that comes from some rank. by_rows: the same, and all parts are rows of all heads."""
 
-    def __init__(self, rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]):
+    def __init__(self, rank: int, sources: tuple[ShardRegion, ...], targets: tuple[ShardRegion, ...]):
         self.shape, self.nothing = targets[rank].shape, len(sources) == 1 and sources == targets
         have, want = sources[rank], targets[rank]
         # beginning with the next rank, so that no rank is everybody's first
         others = [(rank + step) % len(sources) for step in range(1, len(sources))]
-        own = common(have, want)
-        going = [(other, box) for other in others for box in common(have, targets[other])]
-        coming = [(other, box) for other in others for box in common(sources[other], want)]
+        own = intersect_regions(have, want)
+        going = [(other, box) for other in others for box in intersect_regions(have, targets[other])]
+        coming = [(other, box) for other in others for box in intersect_regions(sources[other], want)]
         self.own, self.sends, self.receives = len(own), [to for to, _ in going], [whom for whom, _ in coming]
         self.sources = [(box.rows.start, box.rows.stop) for _, box in coming]
         self.most = max([cut.shape[0] for cut in sources])
-        self.here = Views(have.shape, [view_of(box.rows, box.heads) for box in (*own, *[box for _, box in going])])
+        self.here = RectangleViews(have.shape, [view_of(box.rows, box.heads) for box in (*own, *[box for _, box in going])])
         every = [*own, *[box for _, box in coming]]
-        self.there = Views(self.shape, [view_of(box.to_rows, box.to_heads) for box in every])
+        self.there = RectangleViews(self.shape, [view_of(box.to_rows, box.to_heads) for box in every])
         self.whole = sum(map(_size, every)) == self.shape[0] * self.shape[1]
         kept = [next((place for place in [_within(box, one) for one in own] if place), None) for _, box in going]
-        self.kept = [place and Views(self.shape, [view_of(*place)]) for place in kept]
-        self.rows: dict[Any, Rows] = {}
+        self.kept = [place and RectangleViews(self.shape, [view_of(*place)]) for place in kept]
+        self.rows: dict[Any, RowCopies] = {}
         of_all_heads = have.heads == want.heads and None not in (self.here.of_all_heads, self.there.of_all_heads)
         self.by_rows = self.whole and not self.nothing and of_all_heads
 
-    def rows_of(self, x: Any) -> Rows:
+    def rows_of(self, x: Any) -> RowCopies:
         """The Rows of an array, for a Way that is by_rows."""
         form = x.shape, x.stride(), x.dtype, x.device
         found = self.rows.get(form)
         if found is None:
-            found = self.rows[form] = Rows(x, self)
+            found = self.rows[form] = RowCopies(x, self)
         return found
 
 
 @functools.lru_cache(1024)
-def way(rank: int, sources: tuple[Cut, ...], targets: tuple[Cut, ...]) -> Way:
+def plan_redistribution(rank: int, sources: tuple[ShardRegion, ...], targets: tuple[ShardRegion, ...]) -> Redistribution:
     """The Way of a rank, from a table; callers for whom the lookup takes too long keep it."""
-    return Way(rank, sources, targets)
+    return Redistribution(rank, sources, targets)
 
 
-def _within(box: Box, own: Box) -> tuple[slice, slice] | None:
+def _within(box: RegionOverlap, own: RegionOverlap) -> tuple[slice, slice] | None:
     """Where a box of the same source lies in the target of `own`; None unless that contains it and all of its heads."""
     if box.heads != own.heads or box.rows.start < own.rows.start or box.rows.stop > own.rows.stop:
         return None
@@ -184,10 +184,10 @@ def _within(box: Box, own: Box) -> tuple[slice, slice] | None:
     return slice(box.rows.start + first, box.rows.stop + first), own.to_heads
 
 
-class Moving:
+class PendingArrays:
     """Arrays on their way; `wait` returns them."""
 
-    def __init__(self, found: list[Any], pending: Pending, late: Sequence[tuple[Any, Any]]):
+    def __init__(self, found: list[Any], pending: PendingMessages, late: Sequence[tuple[Any, Any]]):
         self.found, self.pending, self.late = found, pending, late
 
     def wait(self) -> list[Any]:
@@ -199,7 +199,7 @@ class Moving:
         return self.found
 
 
-def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
+def redistribute(peers: Peers, *routes: tuple[Any, Redistribution]) -> PendingArrays:
     """Send several arrays, each by its Way, with one message between any two ranks. Elements that no rank has are 0."""
     if all([its.by_rows and x.shape[0] == 1 and (peers.maps or x.is_contiguous()) for x, its in routes]):
         return _move_rows(peers, routes)
@@ -237,7 +237,7 @@ def move(peers: Peers, *routes: tuple[Any, Way]) -> Moving:
     pending = peers.exchange(sends, receives)
     if parts and not gaps:
         torch._foreach_copy_(places, parts)  # while messages begin: otherwise these would find all multiprocessors busy
-    return Moving(every, pending, late)
+    return PendingArrays(every, pending, late)
 
 
 def made_like(x: Any, rows: int) -> Callable[[], Any]:
@@ -245,18 +245,18 @@ def made_like(x: Any, rows: int) -> Callable[[], Any]:
     return kind_of(x, "x").maker(x.device, (1, rows, *x.shape[2:]), str(x.dtype).removeprefix("torch."))
 
 
-class Rows:
+class RowCopies:
     """What `move` need not compute again for arrays of the form of x, if rows of one batch travel: the function that makes the
     array they come to, and (size, strides, first element) of each part. own: of own rows here and there. sends, receives:
     (rank, part)."""
 
-    def __init__(self, x: Any, its: Way):
+    def __init__(self, x: Any, its: Redistribution):
         shape = (1, *its.shape, *x.shape[3:])
         self.make = made_like(x, shape[1])
         each = math.prod(shape[2:])
         strides = (shape[1] * each, each, *[math.prod(x.shape[n + 1 :]) for n in range(2, x.ndim)])
 
-        def parts(views: Views, strides: tuple[int, ...]) -> list[Strided]:
+        def parts(views: RectangleViews, strides: tuple[int, ...]) -> list[StridedView]:
             assert views.of_all_heads is not None, "rows of all heads"
             every = [views.rows.ranges[n] for n in views.of_all_heads]
             return [((1, rows, *x.shape[2:]), strides, first * strides[1]) for first, rows in every]
@@ -266,7 +266,7 @@ class Rows:
         self.sends, self.receives = [*zip(its.sends, here[its.own :])], [*zip(its.receives, there[its.own :])]
 
 
-def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Way]]) -> Moving:
+def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Redistribution]]) -> PendingArrays:
     """The same for rows of one batch, all parts of which are contiguous, so that nothing else must be checked."""
     sends: list[Any] = []
     receives: list[Any] = []
@@ -283,10 +283,10 @@ def _move_rows(peers: Peers, routes: Sequence[tuple[Any, Way]]) -> Moving:
         else:
             sends += [(rank, strided(x, *part)) for rank, part in rows.sends]
             receives += coming
-    pending = peers.bring(brought) if peers.maps else peers.exchange(sends, receives)
+    pending = peers.pull_rows(brought) if peers.maps else peers.exchange(sends, receives)
     if parts:
         torch._foreach_copy_(places, parts)
-    return Moving(every, pending, ())
+    return PendingArrays(every, pending, ())
 
 
 def wide(*arrays: Any) -> list[Any]:
@@ -299,10 +299,10 @@ def wide(*arrays: Any) -> list[Any]:
     return [x.view(WIDE) for x in arrays]
 
 
-class Sums:
+class PendingSums:
     """Sums on their way; `wait` returns them. parts: (rank, where it is added, what) of each message."""
 
-    def __init__(self, found: list[Any], pending: Pending, parts: list[tuple[int, Any, Any]]):
+    def __init__(self, found: list[Any], pending: PendingMessages, parts: list[tuple[int, Any, Any]]):
         self.found, self.pending, self.parts = found, pending, parts
 
     def wait(self) -> list[Any]:
@@ -314,13 +314,13 @@ class Sums:
         return self.found
 
 
-def gathered_sums(peers: Peers, *routes: tuple[Any, Way]) -> list[Any]:
+def reduce_scatter(peers: Peers, *routes: tuple[Any, Redistribution]) -> list[Any]:
     """For each array, at the rank that holds an element, the sum of the values that other ranks have of it. Sums are in the
     dtype of the array, which should be float32."""
-    return sums_on_their_way(peers, *routes).wait()
+    return start_reduce_scatter(peers, *routes).wait()
 
 
-def sums_on_their_way(peers: Peers, *routes: tuple[Any, Way], into: Sequence[Any] | None = None) -> Sums:
+def start_reduce_scatter(peers: Peers, *routes: tuple[Any, Redistribution], into: Sequence[Any] | None = None) -> PendingSums:
     """The same, without waiting for it. into: arrays to which the sums are added."""
     found = list(into or [x.new_zeros((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes])
     sends, receives, parts = [], [], []
@@ -332,7 +332,7 @@ def sums_on_their_way(peers: Peers, *routes: tuple[Any, Way], into: Sequence[Any
             part = torch.empty_like(place, memory_format=torch.contiguous_format)
             receives += [(rank, one) for one in _batches(part)]
             parts.append((rank, place, part))
-    return Sums(found, peers.exchange(sends, receives), parts)
+    return PendingSums(found, peers.exchange(sends, receives), parts)
 
 
 def _batches(x: Any) -> Sequence[Any]:
@@ -340,7 +340,7 @@ def _batches(x: Any) -> Sequence[Any]:
     return (x,) if x.shape[0] == 1 else x.unbind(0)
 
 
-def _size(box: Box) -> int:
+def _size(box: RegionOverlap) -> int:
     return (box.rows.stop - box.rows.start) * (box.heads.stop - box.heads.start)
 
 

@@ -52,7 +52,7 @@ class Contiguous:
         ends = [0]
         for part in _parts(-(-length // block), world):
             ends.append(ends[-1] + part)
-        return tuple([_kept([_span(first, end, block, length)]) for first, end in pairwise(ends)])
+        return tuple([_drop_empty_spans([_span(first, end, block, length)]) for first, end in pairwise(ends)])
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Zigzag:
         for part in _parts(last, world):
             early = (part + 1) // 2
             ends = first + early, last - (part - early)
-            found.append(_kept([_span(first, ends[0], block, length), _span(ends[1], last, block, length)]))
+            found.append(_drop_empty_spans([_span(first, ends[0], block, length), _span(ends[1], last, block, length)]))
             first, last = ends
         return tuple(found)
 
@@ -81,7 +81,7 @@ Order = Contiguous | Zigzag
 ORDERS: dict[str, Order] = {"zigzag": Zigzag(), "contiguous": Contiguous()}
 
 
-def order_of(order: str | Order) -> Order:
+def find_order(order: str | Order) -> Order:
     """An order by its name; one itself stays. ValueError."""
     if isinstance(order, (Contiguous, Zigzag)):
         return order
@@ -90,7 +90,7 @@ def order_of(order: str | Order) -> Order:
     return ORDERS[order]
 
 
-def merged(spans: Spans) -> Spans:
+def merge_spans(spans: Spans) -> Spans:
     """The same tokens in their order, with spans that touch or overlap made one."""
     found: list[Span] = []
     for span in sorted(spans):
@@ -101,13 +101,13 @@ def merged(spans: Spans) -> Spans:
     return tuple(found)
 
 
-def without(span: Span, others: Spans) -> Spans:
+def subtract_spans(span: Span, others: Spans) -> Spans:
     """The parts of a span that lie in none of others, which are in order and do not touch."""
     ends = [span.start, *[end for one in others if len(one.within(span)) for end in one.within(span)], span.stop]
     return tuple([Span(*pair) for pair in zip(ends[::2], ends[1::2]) if pair[0] < pair[1]])
 
 
-def count(spans: Spans) -> int:
+def count_tokens(spans: Spans) -> int:
     """How many tokens they are."""
     return sum([len(span) for span in spans])
 
@@ -128,21 +128,21 @@ def _span(first: int, end: int, block: int, length: int) -> Span:
     return Span(min(length, first * block), min(length, end * block))
 
 
-def _kept(spans: list[Span]) -> Spans:
+def _drop_empty_spans(spans: list[Span]) -> Spans:
     """Without those that are empty, and in one where they touch."""
-    return merged(tuple([span for span in spans if len(span)]))
+    return merge_spans(tuple([span for span in spans if len(span)]))
 
 
-def places(spans: Spans) -> list[tuple[int, Span]]:
+def with_offsets(spans: Spans) -> list[tuple[int, Span]]:
     """(where it lies, which it is) of each span, where they lie one behind the other."""
     begins = itertools.accumulate(map(len, spans), initial=0)
     return [(at, span) for at, span in zip(begins, spans)]
 
 
-def runs(spans: Spans) -> list[tuple[int, Span]]:
+def contiguous_runs(spans: Spans) -> list[tuple[int, Span]]:
     """The same, those that follow each other being one."""
     found: list[tuple[int, Span]] = []
-    for at, span in places(spans):
+    for at, span in with_offsets(spans):
         if found and found[-1][1].stop == span.start:
             found[-1] = found[-1][0], Span(found[-1][1].start, span.stop)
         else:

@@ -13,12 +13,12 @@ from ..recurrent.kernels.tokens import CHUNK
 from .orders import Span
 from .peers import Peers
 
-LEAST = -1000.0  # a decay to less leaves nothing
+MIN_DECAY = -1000.0  # a decay to less leaves nothing
 FORGOTTEN = -64 * math.log(2)  # what has decayed by more is less than a float32 holds of anything within 2^40 of it
-WORTH = 16  # chunks of a sequence, from which on it is worth a look which are forgotten
+MIN_CHUNKS = 16  # chunks of a sequence, from which on it is worth a look which are forgotten
 
 
-class Part:
+class SequenceShard:
     """This rank's part of the whole: its tokens, and what of the whole's sequences lies in them. cut: into how many segments
     each of these is cut, that then lie one behind the other in one batch; `ends` are theirs."""
 
@@ -27,11 +27,11 @@ class Part:
         self.ends = None if ends is None else (ends - span.start).clamp(0, len(span)).to(ends.dtype)
         self.sequences = batch if ends is None else len(ends) - 1
 
-    def cut(self, segments: int) -> Part:
+    def cut(self, segments: int) -> SequenceShard:
         """Each sequence cut into so many segments, of whole chunks but for the last one."""
         if segments == 1:
             return self
-        found = Part(self.span, self.batch, None, self.device)
+        found = SequenceShard(self.span, self.batch, None, self.device)
         found.segments, found.sequences, found.even = segments, self.sequences * segments, self.even
         if self.ends is None:
             found.ends = _even_ends(self.batch, len(self.span), segments, self.device)
@@ -56,7 +56,7 @@ class Part:
 
     def sums(self, x: Any) -> Any:
         """Of each sequence, or segment, the sum of decays (B, S, ..) over its tokens here, (N, ..)."""
-        x = x.float().clamp(min=LEAST)  # no difference of infinities
+        x = x.float().clamp(min=MIN_DECAY)  # no difference of infinities
         if self.ends is None:
             return x.sum(1)
         x = self.packed(x)[0].cumsum(0, dtype=torch.float64)
@@ -66,7 +66,7 @@ class Part:
         """How many chunks at the beginning of each segment nothing is left of at its end, (N, H, 1); None: it is not worth a
         look, or segments are not alike. growth: (B, S, H), the logarithm of what each token multiplies a state by at most."""
         chunks = -(-len(self.span) // (self.segments * CHUNK))
-        if not self.even or chunks < WORTH:
+        if not self.even or chunks < MIN_CHUNKS:
             return None
         growth = torch.nn.functional.pad(growth, (0, 0, 0, self.segments * chunks * CHUNK - len(self.span)))
         sums = growth.reshape(self.sequences, chunks, CHUNK, growth.shape[2]).sum(2)
@@ -83,7 +83,7 @@ def _even_ends(batch: int, length: int, segments: int, device: Any) -> Any:
     return torch.tensor([*begins, batch * length], dtype=torch.int32, device=device)
 
 
-class Chain:
+class GatheredSummaries:
     """The summaries (M, N) of all ranks, one behind the other; the N of the first is what it leaves of the state before the
     whole. summary: this rank's, numbers, M's first and N's last; shapes: of M and of N; as_state: what makes a state of one
     that is laid out as N is."""
@@ -97,10 +97,10 @@ class Chain:
         as_state: Callable[[Any], Any],
     ):
         self.compose, self.shapes, self.as_state = compose, shapes, as_state
-        self.every = peers.collected(summary)
+        self.every = peers.all_gather(summary)
 
     @classmethod
-    def of(cls, peers: Peers, m: Any, left: Any, compose: Callable[[Any, Any], Any]) -> Chain:
+    def of(cls, peers: Peers, m: Any, left: Any, compose: Callable[[Any, Any], Any]) -> GatheredSummaries:
         """Where this rank's are by themselves."""
         summary = torch.cat([m.float().flatten(), left.float().flatten()])
         return cls(peers, summary, (m.shape, left.shape), compose, lambda state: state.contiguous())

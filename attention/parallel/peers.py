@@ -14,21 +14,21 @@ F = TypeVar("F", bound=Callable)
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
 
 
-def uncompiled(function: F) -> F:
+def disable_compile(function: F) -> F:
     """Decorator: torch.compile breaks its graph where the function is called, and does not look inside, where messages are."""
 
     @functools.wraps(function)
-    def call(*args, **told):
+    def call(*args, **kwargs):
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **told)
-        return function(*args, **told)
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     made = cast(F, call)
     made.__code__ = made.__code__.replace(co_name=function.__name__)  # of its own: Dynamo counts what it compiles of each
     return made
 
 
-class Pending:
+class PendingMessages:
     """Messages under way. They keep the arrays that they read alive until they are waited for."""
 
     def __init__(self, works: Sequence[Any], held: Sequence[Any] = ()):
@@ -53,18 +53,18 @@ class Peers:
     def __hash__(self):
         return hash(self.group)  # called for every call, so it covers no more than tells groups apart
 
-    def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Pending:
+    def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> PendingMessages:
         """Send these contiguous tensors, and receive into those: each a pair (rank, tensor). What a rank sends to another the
         latter receives in that order. All are one message of NCCL's, on its own stream behind the current one."""
         held = [tensor for _, tensor in (*sends, *receives)]
         # both sides leave out empty tensors
         sends, receives = ([one for one in todo if one[1].numel()] for todo in (sends, receives))
         if not sends and not receives:
-            return Pending(())
-        backend = _backend(self.group, held[0].device)
+            return PendingMessages(())
+        backend = _coalescing_backend(self.group, held[0].device)
         if backend is None:
-            return Pending(dist.batch_isend_irecv(self._operations(sends, receives)), held)
-        return Pending(_at_once(backend, sends, receives), held)
+            return PendingMessages(dist.batch_isend_irecv(self._operations(sends, receives)), held)
+        return PendingMessages(_exchange_coalesced(backend, sends, receives), held)
 
     @property
     def device(self) -> Any:
@@ -78,15 +78,15 @@ class Peers:
         return False
 
     @property
-    def arrives(self) -> bool:
+    def overlaps_copies(self) -> bool:
         """May attention read by `arrive` what is still being copied? See mapped.py."""
         return False
 
-    def arrive(self, arrival: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    def start_copies(self, arrival: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """(keys, values, how many copies are done), of those that an Arrival says are on their way."""
         raise NotImplementedError
 
-    def bring(self, routes: Sequence[tuple[Any, Any, Sequence[Any]]]) -> Pending:
+    def pull_rows(self, routes: Sequence[tuple[Any, Any, Sequence[Any]]]) -> PendingMessages:
         """Of each array, of a batch of one, by its Way, the rows that others have to their places in another."""
         raise NotImplementedError
 
@@ -100,26 +100,26 @@ class Peers:
                 tags[rank] += 1
         return operations
 
-    def gathered(self, said: bytes, device: Any) -> list[bytes]:
+    def all_gather_bytes(self, said: bytes, device: Any) -> list[bytes]:
         """What each rank says, as many bytes."""
         mine = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
-        return [bytes(x.cpu().tolist()) for x in self.collected(mine)]
+        return [bytes(x.cpu().tolist()) for x in self.all_gather(mine)]
 
-    def collected(self, x: Any) -> Sequence[Any]:
+    def all_gather(self, x: Any) -> Sequence[Any]:
         """Each rank's tensor of this shape, which has elements."""
         found = x.new_empty((self.world * x.shape[0], *x.shape[1:]))
         GATHER(found, x, group=self.group)
         return found.chunk(self.world)
 
-    def told(self, said: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """What each rank says."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, said, group=self.group)
+        dist.all_gather_object(found, text, group=self.group)
         return found
 
 
 @functools.lru_cache(64)
-def _backend(group: Any, device: Any) -> Any:
+def _coalescing_backend(group: Any, device: Any) -> Any:
     """What sends a group's tensors, if it makes one message of many: by itself it takes a third of the host's time that
     torch.distributed takes to call it. None: it is not known to."""
     try:
@@ -131,7 +131,7 @@ def _backend(group: Any, device: Any) -> Any:
     return backend if serves and device.type == "cuda" else None
 
 
-def _at_once(backend: Any, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> tuple[Any, ...]:
+def _exchange_coalesced(backend: Any, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> tuple[Any, ...]:
     """batch_isend_irecv without its checks, which take a GPU's host longer than all else of a call."""
     backend._start_coalescing()
     for rank, tensor in sends:
@@ -141,14 +141,14 @@ def _at_once(backend: Any, sends: Sequence[tuple[int, Any]], receives: Sequence[
     return (backend._end_coalescing(),)
 
 
-ALONE = Peers(None, 0, 1, (0,))
+SINGLE_RANK = Peers(None, 0, 1, (0,))
 
 
 def peers_of(group: Any) -> tuple[Peers, ...]:
     """The Peers of a process group, of each dimension of a DeviceMesh, or of all processes for None; each of a tuple of these
     is a dimension, too; Peers are what they are. TypeError, ValueError, RuntimeError."""
     if group is None:
-        return (_peers(dist.group.WORLD),) if dist.is_initialized() else (ALONE,)
+        return (_peers(dist.group.WORLD),) if dist.is_initialized() else (SINGLE_RANK,)
     if isinstance(group, Peers):
         return (group,)
     if isinstance(group, tuple):
@@ -170,7 +170,7 @@ def _peers(group: Any) -> Peers:
     return Peers(group, dist.get_rank(group), len(ranks), ranks)
 
 
-def of_torch(**arrays: Any) -> None:
+def check_torch_tensors(**arrays: Any) -> None:
     """TypeError, by its name: an array that torch's processes cannot exchange."""
     for name, x in arrays.items():
         if not isinstance(x, torch.Tensor):
@@ -179,7 +179,7 @@ def of_torch(**arrays: Any) -> None:
             raise TypeError(f"{name}: must be this rank's share, and is a DTensor: pass {name}.to_local()")
 
 
-def one_of(group: Any) -> Peers:
+def one_dimensional_peers(group: Any) -> Peers:
     """The Peers of what must have one dimension. ValueError."""
     found = peers_of(group)
     if len(found) != 1:

@@ -12,7 +12,7 @@ from tiles import inlined
 
 
 @functools.lru_cache(256)
-def placed_mask(mask: Callable, packed: bool) -> Callable:
+def shift_mask(mask: Callable, packed: bool) -> Callable:
     """The mask, shifted to where the heads, queries and keys of a piece begin; `packed`: in each sequence."""
 
     within = inlined(mask)
@@ -27,7 +27,7 @@ def placed_mask(mask: Callable, packed: bool) -> Callable:
 
 
 @functools.lru_cache(256)
-def placed_score(score: Callable, packed: bool) -> Callable:
+def shift_score(score: Callable, packed: bool) -> Callable:
     """The same for a score."""
 
     within = inlined(score)
@@ -42,12 +42,12 @@ def placed_score(score: Callable, packed: bool) -> Callable:
 
 
 @functools.lru_cache(4096)
-def begins_of(head: int, row: int, key: int, device: Any) -> Any:
+def piece_offsets(head: int, row: int, key: int, device: Any) -> Any:
     """The (head, query, key) with which a piece begins, as an array. Made once, because a copy to the device takes time."""
     return torch.tensor([head, row, key], dtype=torch.int32, device=device)
 
 
-def begins_of_sequences(head: int, row: int, key: int, ends: Any) -> Any:
+def sequence_offsets(head: int, row: int, key: int, ends: Any) -> Any:
     """The same of packed sequences: (head, query, key) of each."""
     first = ends[:-1]
     heads, rows, keys = (torch.full_like(first, one) for one in (head, row, key))
@@ -55,6 +55,6 @@ def begins_of_sequences(head: int, row: int, key: int, ends: Any) -> Any:
 
 
 @functools.lru_cache(4096)
-def lengths_of(ends: tuple[int, ...], batch: int, device: Any) -> Any:
+def key_lengths(ends: tuple[int, ...], batch: int, device: Any) -> Any:
     """Keys of parts of queries: see attention.forward's lengths_k."""
     return torch.tensor([ends] * batch, dtype=torch.int32, device=device)

@@ -16,18 +16,18 @@ from ..recurrent import chunks
 from ..recurrent import linear as plain
 from ..recurrent.kernels.tokens import CHUNK, COLUMNS
 from ..softmax.call_options import differentiated
-from .agreement import agreed, form_of, words_of
-from .orders import Contiguous, Span, count
-from .parts import Chain, Part
-from .peers import Peers, of_torch, one_of
-from .whole import cast, check_values, number_of_tokens
+from .agreement import agree_on_plan, describe_value, form_key
+from .orders import Contiguous, Span, count_tokens
+from .parts import GatheredSummaries, SequenceShard
+from .peers import Peers, check_torch_tensors, one_dimensional_peers
+from .whole import cast, check_values, parse_length
 
 Shape = tuple[int, ...]
 LOCAL = "decay", "z"  # options of which ranks have shares
 ALIGNED = 32  # numbers: 128 bytes
 
 
-class Recurrence:
+class ShardedRecurrence:
     """A call on this rank's part: what `function` of one GPU is told, and what the part makes of a state."""
 
     function: Callable
@@ -40,16 +40,16 @@ class Recurrence:
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}
 
-    def map_shape(self, place: Part) -> Shape:
+    def map_shape(self, place: SequenceShard) -> Shape:
         """That of M as it travels, numbers a head with axes for what they multiply."""
         raise NotImplementedError
 
-    def left_shape(self, place: Part) -> Shape:
+    def left_shape(self, place: SequenceShard) -> Shape:
         """That of states."""
         k, v = self.arrays[1], self.arrays[2]
         return place.sequences, v.shape[2], k.shape[3], v.shape[3]
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
+    def summary(self, place: SequenceShard) -> tuple[Any, Any]:
         """(M, N) of a part that has tokens, or of each of its segments."""
         raise NotImplementedError
 
@@ -57,30 +57,30 @@ class Recurrence:
         """M S."""
         return m * state
 
-    def call(self, place: Part, **more: Any) -> Any:
+    def call(self, place: SequenceShard, **more: Any) -> Any:
         """The function of one GPU on this part; more: of its options."""
         arrays = [x if n in self.whole else place.packed(x) for n, x in enumerate(self.arrays)]
-        told = self.options | place.options() | more
-        if told.get("decay") is not None and told["decay"].ndim > 1:
-            told["decay"] = place.packed(told["decay"])
-        return type(self).function(*arrays, **told)
+        options = self.options | place.options() | more
+        if options.get("decay") is not None and options["decay"].ndim > 1:
+            options["decay"] = place.packed(options["decay"])
+        return type(self).function(*arrays, **options)
 
     def run(self, group: Any, length: int | None) -> Any:
         """What the public function gives."""
-        peers, first = one_of(group), self.arrays[0]
+        peers, first = one_dimensional_peers(group), self.arrays[0]
         try:
             self._cast()
-            forms = [(name, form_of(x)) for name, x in self.options.items()]
+            forms = [(name, form_key(x)) for name, x in self.options.items()]
             learned = differentiated(*self.arrays, *self.options.values())
-            form = type(self), length, learned, *[(x.device, form_of(x)) for x in self.arrays], *forms
+            form = type(self), length, learned, *[(x.device, form_key(x)) for x in self.arrays], *forms
             hash(form)
         except Exception:  # what is wrong `_planned` says, so that all ranks hear of it
             form = None
-        span = agreed((peers,), form, lambda: self._planned(peers, length), getattr(first, "device", None))
+        span = agree_on_plan((peers,), form, lambda: self._planned(peers, length), getattr(first, "device", None))
         ends = self.options.get("cu_seqlens")
         check_values(self.options, self._total(peers, length), 0)
         with torch.no_grad():
-            place = Part(span, first.shape[0], ends, first.device)
+            place = SequenceShard(span, first.shape[0], ends, first.device)
             begin, after = self.options.pop(self.before, None), self.options.pop(self.after, False)
             if peers.world == 1:
                 return self.call(place, **{self.before: begin, self.after: after})
@@ -93,15 +93,15 @@ class Recurrence:
             self.arrays = tuple([cast(x)[0] if its in self.tiles else x for its, x in zip(self.names, self.arrays)])
             self.options = {its: cast(x)[0] if its in self.tiles else x for its, x in self.options.items()}
 
-    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
+    def passes(self, peers: Peers, place: SequenceShard, begin: Any, awaited: bool) -> tuple[Any, GatheredSummaries]:
         """This part's output, and all summaries. begin: the state before the whole, of the first part; awaited: does another
         one wait for this one's summary?"""
         cut = place.cut(self.segments(place))
         if not len(place.span):
-            return self._empty(), Chain.of(peers, *self._nothing_done(place, begin), self.compose)
+            return self._empty(), GatheredSummaries.of(peers, *self._nothing_done(place, begin), self.compose)
         if peers.rank == 0 and cut is place:  # it knows what is before it, and needs no M
             out, left = self.first(place, begin)
-            chain = Chain.of(peers, self._none(place)[0], left, self.compose)
+            chain = GatheredSummaries.of(peers, self._none(place)[0], left, self.compose)
             return self.call(place, **{self.before: begin}) if out is None else out, chain
         found: list[tuple[Any, Any]] = []  # what the first segment, the first two, .. make of a state
         if awaited or cut.segments > 1:
@@ -109,32 +109,32 @@ class Recurrence:
             for m, left in zip(*[x.reshape(shape).unbind(1) for x, shape in zip(self.summary(cut), shapes)]):
                 found.append((self.compose(m, found[-1][0]), self.compose(m, found[-1][1]) + left) if found else (m, left))
         m, left = found[-1] if found else self._none(place)
-        chain = Chain.of(peers, m, left if begin is None else self.compose(m, begin) + left, self.compose)
+        chain = GatheredSummaries.of(peers, m, left if begin is None else self.compose(m, begin) + left, self.compose)
         state = chain.before(peers.rank) if peers.rank else begin
         starts = [self._none(place)[1] if state is None else state]
         starts += [left if state is None else self.compose(m, state) + left for m, left in found[:-1]]
         out = self.call(cut, **{self.before: starts[0] if cut is place else torch.stack(starts, 1).flatten(0, 1)})
         return out.reshape(self.arrays[self.values].shape), chain
 
-    def segments(self, place: Part) -> int:
+    def segments(self, place: SequenceShard) -> int:
         """How many thread blocks there are, one for 64 columns of a state, and how many the GPU has room for."""
         v = self.arrays[self.values]
         items = place.sequences * v.shape[2] * -(-v.shape[3] // COLUMNS)
         tokens = len(place.span) * place.batch // max(1, place.sequences)
         room = machine(v.device.index if v.is_cuda else None).processors // max(1, items)
-        return max(1, min(room, tokens // CHUNK // chunks.MIN_SEGMENT_CHUNKS))
+        return max(1, min(room, tokens // CHUNK // chunks.MIN_PARALLEL_SEGMENT_CHUNKS))
 
-    def first(self, place: Part, begin: Any) -> tuple[Any, Any]:
+    def first(self, place: SequenceShard, begin: Any) -> tuple[Any, Any]:
         """(output, state after it) of the whole's first part: where the summary takes a pass like any other, one of both."""
         return self.call(place, **{self.before: begin, self.after: True})
 
-    def _nothing_done(self, place: Part, begin: Any) -> tuple[Any, Any]:
+    def _nothing_done(self, place: SequenceShard, begin: Any) -> tuple[Any, Any]:
         """The summary of a part that has no tokens. begin: the state before the whole, of the first part."""
         m, left = self._none(place)
         m += torch.eye(m.shape[-1], device=m.device) if m.shape[-1] > 1 else 1
         return m, left if begin is None else begin.float()
 
-    def _none(self, place: Part) -> tuple[Any, Any]:
+    def _none(self, place: SequenceShard) -> tuple[Any, Any]:
         """What nobody waits for."""
         return torch.zeros(self.map_shape(place), device=place.device), torch.zeros(self.left_shape(place), device=place.device)
 
@@ -148,7 +148,7 @@ class Recurrence:
     def _planned(self, peers: Peers, length: int | None) -> tuple[str, Span]:
         """What all ranks must have in common, in words, and this one's tokens. ValueError, NotImplementedError."""
         name, first = type(self).function.__name__, self.arrays[0]
-        of_torch(**dict(zip(self.names, self.arrays)))
+        check_torch_tensors(**dict(zip(self.names, self.arrays)))
         for its, x in zip(self.names, self.arrays):
             if x.ndim < 2 and its != "A":
                 raise ValueError(f"{its}: must have a batch and tokens: {its}.shape={tuple(x.shape)}")
@@ -160,13 +160,13 @@ class Recurrence:
             raise NotImplementedError(
                 f"{name}: an array requires grad, and the backward pass is not there yet; call under torch.no_grad()"
             )
-        total = self._total(peers, number_of_tokens("length", length))
+        total = self._total(peers, parse_length("length", length))
         spans = Contiguous().spans(total, peers.world)[peers.rank]
-        if count(spans) != first.shape[1]:
-            had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {count(spans)} of {total}"
+        if (expected := count_tokens(spans)) != first.shape[1]:
+            had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {expected} of {total}"
             raise ValueError(f"length: {had}: give length, the number of all tokens, as shards may differ")
         check_flag(self.after, self.options.get(self.after, False))
-        of_torch(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
+        check_torch_tensors(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
         self._check(peers.rank)
         check_values(self.options, total, 0, planning=True)
         forms = [f"{its}: {(*x.shape[:1], *x.shape[2:])} of {x.dtype}" for its, x in zip(self.names, self.arrays)]
@@ -180,25 +180,25 @@ class Recurrence:
         """What the function of one GPU says of a call without tokens: everything is checked, nothing launched, and a rank that
         has no tokens, or no state to begin with, learns what the others do."""
         none = [x if n in self.whole else x.detach()[:, :0] for n, x in enumerate(self.arrays)]
-        told = {name: x for name, x in self.options.items() if name != self.after and (rank == 0 or name != self.before)}
-        for name, x in told.items():
+        options = {name: x for name, x in self.options.items() if name != self.after and (rank == 0 or name != self.before)}
+        for name, x in options.items():
             if name in LOCAL and getattr(x, "ndim", 0) > 1:
-                told[name] = x[:, :0]
+                options[name] = x[:, :0]
             elif name == "cu_seqlens":
-                told[name] = torch.zeros_like(x)
+                options[name] = torch.zeros_like(x)
         with torch.no_grad():
-            type(self).function(*none, **told)
+            type(self).function(*none, **options)
 
 
-class InSegments(Recurrence):
+class SegmentedRecurrence(ShardedRecurrence):
     """Where one GPU, too, cuts sequences into segments: the pass that finds what these leave gives the summary, and the second
     one goes on from the state before. So each token costs what it costs on one GPU that does so."""
 
-    def segment_states(self, place: Part) -> tuple[Any, Any]:
-        """(local, total): see linear.segment_states."""
+    def segment_states(self, place: SequenceShard) -> tuple[Any, Any]:
+        """(local, total): see linear.left_by_segments."""
         raise NotImplementedError
 
-    def outputs_from_segments(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, place: SequenceShard, local: Any, total: Any, state: Any) -> Any:
         """The output, from the state before the part."""
         raise NotImplementedError
 
@@ -206,21 +206,21 @@ class InSegments(Recurrence):
         """Of kernels' states (.., Dv, Dk) those of this function, and of those the kernels'."""
         return left
 
-    def passes(self, peers: Peers, place: Part, begin: Any, awaited: bool) -> tuple[Any, Chain]:
+    def passes(self, peers: Peers, place: SequenceShard, begin: Any, awaited: bool) -> tuple[Any, GatheredSummaries]:
         if not len(place.span):
             nothing = self._nothing_done(place, begin)
             summary, m, left = _room(nothing[0].shape, self.as_states(nothing[1]).shape, place.device)
             m.copy_(nothing[0])
             left.copy_(self.as_states(nothing[1]))
-            return self._empty(), Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
+            return self._empty(), GatheredSummaries(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
         local, total = self.segment_states(place)
         sequences, heads, _, *size = local.shape
         summary, m, left = _room((sequences, heads, 1, 1), (sequences, heads, *size), total.device)
         plain.compose_segment_states(local, total, None if begin is None else self.as_states(begin), m.squeeze(3), left)
-        chain = Chain(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
+        chain = GatheredSummaries(peers, summary, (m.shape, left.shape), self.compose, self.as_states)
         return self.outputs_from_segments(place, local, total, chain.before(peers.rank) if peers.rank else begin), chain
 
-    def _told(self, place: Part, *names: str) -> dict[str, Any]:
+    def _select_options(self, place: SequenceShard, *names: str) -> dict[str, Any]:
         """These of the options."""
         return {name: x for name, x in (self.options | place.options()).items() if name in (*names, "cu_seqlens", "family")}
 
@@ -234,4 +234,4 @@ def _room(of_m: Shape, of_left: Shape, device: Any) -> tuple[Any, Any, Any]:
 
 def _local(name: str, x: Any) -> str:
     """What is said of an option of which ranks have shares."""
-    return f"{x.ndim} axes of {x.dtype}" if name in LOCAL else words_of(name, x)
+    return f"{x.ndim} axes of {x.dtype}" if name in LOCAL else describe_value(name, x)

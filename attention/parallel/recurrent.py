@@ -23,15 +23,15 @@ import attention
 from ..recurrent import delta_rule as delta
 from ..recurrent import linear as plain
 from ..recurrent import mamba2 as mamba
-from .parts import LEAST, Part
-from .peers import uncompiled
-from .recurrence import InSegments, Recurrence, Shape
+from .parts import MIN_DECAY, SequenceShard
+from .peers import disable_compile
+from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
 
 SEGMENTED = 128  # columns of keys, at most, where the kernels of linear and mamba2 cut sequences into segments on every GPU
 WIDEST = 256  # columns of values
 
 
-@uncompiled
+@disable_compile
 def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.linear of a sequence that is spread over several ranks, in contiguous shares
     (`attention.parallel.shard(.., order="contiguous")`, or `reorder` from zigzag). Arguments and results are linear's; decay
@@ -43,34 +43,34 @@ def linear(q: Any, k: Any, v: Any, *, group: Any = None, length: int | None = No
     supported.
 
     ValueError on every rank, before anything travels: ranks disagree. TypeError: an array that is not torch's."""
-    kind = LinearInSegments if LinearInSegments.serves(k, options.get("decay")) else Linear
+    kind = SegmentedLinear if SegmentedLinear.serves(k, options.get("decay")) else ShardedLinear
     return kind((q, k, v), options).run(group, length)
 
 
-@uncompiled
+@disable_compile
 def delta_rule(q: Any, k: Any, v: Any, beta: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.delta_rule of a sequence that is spread over several ranks: see `linear`. beta: this rank's share."""
-    return Delta((q, k, v, beta), options).run(group, length)
+    return ShardedDeltaRule((q, k, v, beta), options).run(group, length)
 
 
-@uncompiled
+@disable_compile
 def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length: int | None = None, **options: Any) -> Any:
     """attention.mamba2 of a sequence that is spread over several ranks: see `linear`. dt, B, C and z: this rank's shares.
     seq_idx is not supported: cu_seqlens, of the whole sequence, does the same."""
-    kind = MambaInSegments if MambaInSegments.serves(B) else Mamba
+    kind = SegmentedMamba2 if SegmentedMamba2.serves(B) else ShardedMamba2
     return kind((x, dt, A, B, C), options).run(group, length)
 
 
-class Linear(Recurrence):
+class ShardedLinear(ShardedRecurrence):
     """attention.linear. M: a number a head, or one a channel."""
 
     function = staticmethod(attention.linear)
 
-    def map_shape(self, place: Part) -> Shape:
+    def map_shape(self, place: SequenceShard) -> Shape:
         k, v, decay = self.arrays[1], self.arrays[2], self.options.get("decay")
         return place.sequences, v.shape[2], k.shape[3] if decay is not None and decay.ndim == 4 else 1, 1
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
+    def summary(self, place: SequenceShard) -> tuple[Any, Any]:
         decay, shape = self.options.get("decay"), self.map_shape(place)
         if decay is None:
             total = torch.zeros(shape, device=place.device)
@@ -81,7 +81,7 @@ class Linear(Recurrence):
         return total.exp().reshape(shape), self.call(place, return_state=True)[1]
 
 
-class LinearInSegments(InSegments, Linear):
+class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
     """attention.linear so."""
 
     @staticmethod
@@ -89,28 +89,30 @@ class LinearInSegments(InSegments, Linear):
         """Not for decays of channels, nor for wide keys."""
         return _columns(k) <= SEGMENTED and getattr(decay, "ndim", 0) < 4  # of what is no array `_check` says so
 
-    def segment_states(self, place: Part) -> tuple[Any, Any]:
-        return plain.segment_states(*self.arrays, **self._told(place, "decay"))
+    def segment_states(self, place: SequenceShard) -> tuple[Any, Any]:
+        return plain.segment_states(*self.arrays, **self._select_options(place, "decay"))
 
-    def outputs_from_segments(self, place: Part, local: Any, total: Any, state: Any) -> Any:
+    def outputs_from_segments(self, place: SequenceShard, local: Any, total: Any, state: Any) -> Any:
         q, k, v = self.arrays
-        return plain.outputs_from_segments(q, k, v, local, total, initial_state=state, **self._told(place, "decay", "scale"))
+        return plain.outputs_from_segments(
+            q, k, v, local, total, initial_state=state, **self._select_options(place, "decay", "scale")
+        )
 
     def as_states(self, left: Any) -> Any:
         return left.transpose(-1, -2)
 
 
-class Delta(Recurrence):
+class ShardedDeltaRule(ShardedRecurrence):
     """attention.delta_rule. M: a matrix a head, what a state of 1 becomes where there are no values."""
 
     function = staticmethod(attention.delta_rule)
     names = "q", "k", "v", "beta"
 
-    def map_shape(self, place: Part) -> Shape:
+    def map_shape(self, place: SequenceShard) -> Shape:
         k, v = self.arrays[1], self.arrays[2]
         return place.sequences, v.shape[2], k.shape[3], k.shape[3]
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
+    def summary(self, place: SequenceShard) -> tuple[Any, Any]:
         """See Recurrence: both at once, from a state [0 | 1]; with decays of channels by values [v | 0], where that is no more
         than 256 columns."""
         q, k, v, beta = self.arrays
@@ -122,13 +124,13 @@ class Delta(Recurrence):
         none = v.new_zeros((*v.shape[:3], keys))
         if keys + columns > WIDEST:
             one = begin[..., columns:].contiguous()
-            m = Delta((q, k, none, beta), self.options).call(place, initial_state=one, return_state=True)[1]
+            m = ShardedDeltaRule((q, k, none, beta), self.options).call(place, initial_state=one, return_state=True)[1]
             return m, self.call(place, return_state=True)[1]
-        both = Delta((q, k, torch.cat([v, none], -1), beta), self.options)
+        both = ShardedDeltaRule((q, k, torch.cat([v, none], -1), beta), self.options)
         left = both.call(place, initial_state=begin.contiguous(), return_state=True)[1]
         return left[..., columns:], left[..., :columns]
 
-    def first(self, place: Part, begin: Any) -> tuple[Any, Any]:
+    def first(self, place: SequenceShard, begin: Any) -> tuple[Any, Any]:
         """See Recurrence: others get the state sooner by a pass of its own, which makes no output."""
         if self._of_channels():
             return super().first(place, begin)
@@ -139,14 +141,14 @@ class Delta(Recurrence):
         decay = self.options.get("decay")
         return decay is not None and decay.ndim == 4
 
-    def _states(self, place: Part, begin: Any) -> Any:
+    def _states(self, place: SequenceShard, begin: Any) -> Any:
         _, k, v, beta = map(place.packed, self.arrays)
-        told = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
-        if told.get("decay") is not None and told["decay"].ndim > 1:
-            told["decay"] = place.packed(told["decay"])
-        return delta.states(k, v, beta, begin, skipped=self._forgotten(place), **told)
+        options = {name: x for name, x in (self.options | place.options()).items() if name in ("decay", "cu_seqlens", "family")}
+        if options.get("decay") is not None and options["decay"].ndim > 1:
+            options["decay"] = place.packed(options["decay"])
+        return delta.final_states(k, v, beta, begin, skipped=self._forgotten(place), **options)
 
-    def _forgotten(self, place: Part) -> Any:
+    def _forgotten(self, place: SequenceShard) -> Any:
         """What need not be walked for a state, as it has decayed to nothing at the end: see Part.forgotten. A token multiplies
         a state by exp(decay) (1 - beta k k^T), whose norm is exp(decay) or, where beta |k|^2 is not between 0 and 2, more."""
         _, k, v, beta = self.arrays
@@ -155,31 +157,31 @@ class Delta(Recurrence):
             return None
         lengths = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).repeat_interleave(v.shape[2] // k.shape[2], 2)
         norms = (1 - beta.float() * lengths.square()).abs().clamp(min=1)
-        return place.forgotten(decay.float().clamp(min=LEAST) + norms.log())
+        return place.forgotten(decay.float().clamp(min=MIN_DECAY) + norms.log())
 
     def compose(self, m: Any, state: Any) -> Any:
         return m @ state
 
 
-class Mamba(Recurrence):
+class ShardedMamba2(ShardedRecurrence):
     """attention.mamba2. M: a number a head; states have their axes swapped."""
 
     function = staticmethod(attention.mamba2)
     before, after, values, whole = "initial_states", "return_final_states", 0, (2,)
     names, tiles = ("x", "dt", "A", "B", "C"), ("x", "B", "C", "z")
 
-    def map_shape(self, place: Part) -> Shape:
+    def map_shape(self, place: SequenceShard) -> Shape:
         return place.sequences, self.arrays[0].shape[2], 1, 1
 
-    def left_shape(self, place: Part) -> Shape:
+    def left_shape(self, place: SequenceShard) -> Shape:
         x, B = self.arrays[0], self.arrays[3]
         return place.sequences, x.shape[2], x.shape[3], B.shape[3]
 
-    def segments(self, place: Part) -> int:
+    def segments(self, place: SequenceShard) -> int:
         """See Recurrence: its z is not cut."""
         return 1
 
-    def summary(self, place: Part) -> tuple[Any, Any]:
+    def summary(self, place: SequenceShard) -> tuple[Any, Any]:
         _, dt, A, _, _ = self.arrays
         bias = self.options.get("dt_bias")
         steps = dt.float() if bias is None else dt.float() + bias.float()
@@ -188,7 +190,7 @@ class Mamba(Recurrence):
         return total, self.call(place, return_final_states=True)[1]
 
 
-class MambaInSegments(InSegments, Mamba):
+class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
     """attention.mamba2 so."""
 
     @staticmethod
@@ -196,13 +198,13 @@ class MambaInSegments(InSegments, Mamba):
         """Not for wide keys."""
         return _columns(B) <= SEGMENTED
 
-    def segment_states(self, place: Part) -> tuple[Any, Any]:
-        return mamba.segment_states(*self.arrays, **self._told(place, "dt_bias", "dt_softplus"))
+    def segment_states(self, place: SequenceShard) -> tuple[Any, Any]:
+        return mamba.segment_states(*self.arrays, **self._select_options(place, "dt_bias", "dt_softplus"))
 
-    def outputs_from_segments(self, place: Part, local: Any, total: Any, state: Any) -> Any:
-        told = self._told(place, "D", "z", "dt_bias", "dt_softplus")
+    def outputs_from_segments(self, place: SequenceShard, local: Any, total: Any, state: Any) -> Any:
+        options = self._select_options(place, "D", "z", "dt_bias", "dt_softplus")
         x, dt, A, B, C = self.arrays
-        return mamba.outputs_from_segments(x, dt, A, B, C, local, total, initial_states=state, **told)
+        return mamba.outputs_from_segments(x, dt, A, B, C, local, total, initial_states=state, **options)
 
 
 @functools.lru_cache(64)

@@ -54,7 +54,7 @@ def _through_norms(dout, q, k, v, real, rounded, *, q_norm=None, k_norm=None, no
     axes, of_norms = np.argsort(ORDER[layout]), []
     rows = [x.transpose(axes).astype(real) for x in (q, k)]
     q, k = (
-        softmax.normed(x, norm, norm_eps, real, rounded).transpose(axes).astype(rounded)
+        softmax.normalize_rows(x, norm, norm_eps, real, rounded).transpose(axes).astype(rounded)
         for x, norm in zip(rows, (q_norm, k_norm))
     )
     found = [*_backward(dout, q, k, v, real, rounded, layout=layout, **options)]

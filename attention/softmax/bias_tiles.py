@@ -18,7 +18,7 @@ class NoTiles:
     """Nothing is brought."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
 
@@ -32,7 +32,7 @@ class NoTiles:
         return smem.open() + (0,)
 
     @inlined
-    def fill(self, ring, j, given, at):
+    def fill(self, ring, j, params, at):
         """Fill tile j of the ring with the tile `at` (batch, head, query, tile of keys)."""
 
     @inlined
@@ -40,21 +40,21 @@ class NoTiles:
         """Give back tile j, which this consumer does not use."""
 
     @inlined
-    def by_queries(self, ring, j, at, part):
+    def by_queries(self, ring, j, ctx, part):
         """`at` with the rows of tile j that belong to consumer `part`, queries by keys. Waits for the tile, and gives it
         back."""
-        return at
+        return ctx
 
     @inlined
-    def by_keys(self, ring, j, at, part):
+    def by_keys(self, ring, j, ctx, part):
         """The same for a consumer that holds scores keys by queries: columns of the tile. No fence; the tile stays until it is
         given back."""
-        return at
+        return ctx
 
     @inlined
-    def own_rows(self, tile, at, part):
+    def own_rows(self, tile, ctx, part):
         """by_queries for a tile that has arrived. No fence; the tile stays until it is given back."""
-        return at
+        return ctx
 
     @inlined
     def give_back(self, ring, j, fenced=False):
@@ -64,7 +64,7 @@ class NoTiles:
 
 @static
 class BiasTiles(NoTiles):
-    """Tiles of a bias, (batch, head, query, key), of 2 bytes a number: at.given.bias becomes the consumer's part."""
+    """Tiles of a bias, (batch, head, query, key), of 2 bytes a number: ctx.params.bias becomes the consumer's part."""
 
     queries: int
     keys: int
@@ -76,7 +76,7 @@ class BiasTiles(NoTiles):
         return st(self.queries, self.keys, self.dtype)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"bias": tiled(self.tile, 4, 2, 3, unit=1)}
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
@@ -87,8 +87,8 @@ class BiasTiles(NoTiles):
         return smem.open()
 
     @inlined
-    def fill(self, ring, j, given, at):
-        ring.fill(j, given.bias, at)
+    def fill(self, ring, j, params, at):
+        ring.fill(j, params.bias, at)
 
     @inlined
     def pass_by(self, ring, j):
@@ -96,15 +96,15 @@ class BiasTiles(NoTiles):
         ring.release(j)
 
     @inlined
-    def by_queries(self, ring, j, at, part):
+    def by_queries(self, ring, j, ctx, part):
         x = warpgroup.load(subtile(ring.wait(j), ROWS, part), rt(16, self.keys, self.dtype))
         ring.release(j)
-        return at._replace(given=at.given._replace(bias=x))
+        return ctx._replace(params=ctx.params._replace(bias=x))
 
     @inlined
-    def own_rows(self, tile, at, part):
+    def own_rows(self, tile, ctx, part):
         x = warpgroup.load(subtile(tile, ROWS, part), rt(16, self.keys, self.dtype), fenced=False)
-        return at._replace(given=at.given._replace(bias=x))
+        return ctx._replace(params=ctx.params._replace(bias=x))
 
     @inlined
     def give_back(self, ring, j, fenced=False):
@@ -114,7 +114,7 @@ class BiasTiles(NoTiles):
         ring.release(j)
 
     @inlined
-    def by_keys(self, ring, j, at, part):
-        own = subtile(ring.wait(j), self.queries, 0, ROWS, part)
-        x = turned(warpgroup.load_transposed(own, rt(16, self.queries, self.dtype), fenced=False))
-        return at._replace(given=at.given._replace(bias=x))
+    def by_keys(self, ring, j, ctx, part):
+        rows = subtile(ring.wait(j), self.queries, 0, ROWS, part)
+        x = turned(warpgroup.load_transposed(rows, rt(16, self.queries, self.dtype), fenced=False))
+        return ctx._replace(params=ctx.params._replace(bias=x))

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda
-from numba.cuda import types
 from numpy import int32
 
 from ops import col_index, divmod, row_index, where
 from tiles import inlined, static
 from tiles.arguments import INT, record
 from tiles.layout import LANES
+from tiles.numba_names import types
 
 from .variants import Unforeseen
 
@@ -38,7 +38,7 @@ class Blocked(Unforeseen):
     band: int
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. marks: the classes, (batch, head, block of queries, block of keys)."""
         return {"marks": MARKS}
 
@@ -48,21 +48,21 @@ class Blocked(Unforeseen):
         return self.rows % self.band == 0 and self.cols >= KEYS
 
     @inlined
-    def classes(self, s, i, j, at, key):
+    def classes(self, s, i, j, ctx, key):
         """The classes of the blocks that queries i and keys j belong to: a tile, or if blocks are large a vector with one for
         each key."""
-        marks = at.given.marks
+        marks = ctx.params.marks
         if self.large:
-            row, end = min(at.row // self.rows, marks.shape[2] - 1), marks.shape[3] - 1  # tiles may lie beyond both
+            row, end = min(ctx.row // self.rows, marks.shape[2] - 1), marks.shape[3] - 1  # tiles may lie beyond both
             first, last = min(int32(key) // self.cols, end), min((int32(key) + s.cols - 1) // self.cols, end)
-            return where(j < last * self.cols, marks[at.batch, at.head, row, first], marks[at.batch, at.head, row, last])
+            return where(j < last * self.cols, marks[ctx.batch, ctx.head, row, first], marks[ctx.batch, ctx.head, row, last])
         else:
-            return marks[at.batch, at.head, i // self.rows, j // self.cols]
+            return marks[ctx.batch, ctx.head, i // self.rows, j // self.cols]
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return where(self.classes(s, i, j, at, key) > 0, s, hidden)
+    def mask(self, s, ctx, key, hidden):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        return where(self.classes(s, i, j, ctx, key) > 0, s, hidden)
 
 
 @static
@@ -72,10 +72,10 @@ class BlockedMask(Blocked):
     function: Callable
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        found = self.classes(s, i, j, at, key)
-        seen = (found == WHOLE) | ((found == PARTIAL) & self.function(at.batch, at.head, i, j, *at.aux))
+    def mask(self, s, ctx, key, hidden):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        found = self.classes(s, i, j, ctx, key)
+        seen = (found == WHOLE) | ((found == PARTIAL) & self.function(ctx.batch, ctx.head, i, j, *ctx.aux))
         return where(seen, s, hidden)
 
 
@@ -105,7 +105,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    GIVEN = record(**dict.fromkeys(FIELDS[::2], COUNTS), **dict.fromkeys(FIELDS[1::2], INDICES), marks=MARKS)
+    PARAMS = record(**dict.fromkeys(FIELDS[::2], COUNTS), **dict.fromkeys(FIELDS[1::2], INDICES), marks=MARKS)
 
     @inlined
     def mark(classes, counts, indices, batch, head, row, cols, what):
@@ -116,23 +116,23 @@ def make(config: Config):
                 classes[batch, head, row, col] = what
 
     @inlined
-    def mark_all(given, batch, head, row, cols):
+    def mark_all(params, batch, head, row, cols):
         """Write the classes of a row of blocks."""
         for col in range(cols):
-            given.marks[batch, head, row, col] = 0
+            params.marks[batch, head, row, col] = 0
         cuda.syncwarp()
-        mark(given.marks, given.kv_num_blocks, given.kv_indices, batch, head, row, cols, PARTIAL)
+        mark(params.marks, params.kv_num_blocks, params.kv_indices, batch, head, row, cols, PARTIAL)
         cuda.syncwarp()
-        if given.full_kv_num_blocks.shape[2] > 0:
-            mark(given.marks, given.full_kv_num_blocks, given.full_kv_indices, batch, head, row, cols, WHOLE)
+        if params.full_kv_num_blocks.shape[2] > 0:
+            mark(params.marks, params.full_kv_num_blocks, params.full_kv_indices, batch, head, row, cols, WHOLE)
 
     @cuda.jit
-    def classify(given: GIVEN, rows: INT, cols: INT, heads: INT):
+    def classify(params: PARAMS, rows: INT, cols: INT, heads: INT):
         """Write the classes of all blocks, for each batch and head that has lists. rows, cols: how many blocks there are."""
-        pair, group = divmod(cuda.blockIdx.x, (rows + WARPS - 1) // WARPS)
-        batch, head = divmod(pair, heads)
+        batch_head, group = divmod(cuda.blockIdx.x, (rows + WARPS - 1) // WARPS)
+        batch, head = divmod(batch_head, heads)
         row = int32(group * WARPS + cuda.threadIdx.x // LANES)
         if row < rows:
-            mark_all(given, batch, head, row, cols)
+            mark_all(params, batch, head, row, cols)
 
     return classify, None

@@ -42,13 +42,13 @@ def without_gradients(function: F) -> F:
     torch.func's transforms such tensors are refused, as their derivatives would be zeros."""
 
     @functools.wraps(function)
-    def call(*args, **given):
+    def call(*args, **kwargs):
         torch = sys.modules.get("torch")
         if torch is None or not torch.is_grad_enabled():  # as in most calls
-            return function(*args, **given)
-        several = [x for parts in given.values() if isinstance(parts, (tuple, list)) for x in parts]
-        with torch.no_grad() if differentiated(*args, *given.values(), *several) and not transformed() else nullcontext():
-            return function(*args, **given)
+            return function(*args, **kwargs)
+        several = [x for parts in kwargs.values() if isinstance(parts, (tuple, list)) for x in parts]
+        with torch.no_grad() if differentiated(*args, *kwargs.values(), *several) and not transformed() else nullcontext():
+            return function(*args, **kwargs)
 
     return cast(F, call)
 

@@ -71,17 +71,17 @@ class OfHeads:
         return s * unit
 
     @inlined
-    def weighed(self, s, below, lifted, seen, tile, measured, of):
+    def weighed(self, s, below, lifted, state, tile, measured, of):
         """(`seen` with the scores of a tile, the weights). The weights are not yet in the sum: see `summed`. below: what is
         subtracted from a row's scores, or None. lifted: the same for weights that are multiplied by a power of 2. measured:
         are the scores multiplied by their unit already? of: a hopper_fp8.Tile."""
-        seen = seen.moved(s, below, of.scale, of.slack)
-        return seen, seen.weights(s, lifted, of.scale)
+        state = state.update_max(s, below, of.scale, of.slack)
+        return state, state.weights(s, lifted, of.scale)
 
     @inlined
-    def summed(self, seen, p, tile):
+    def summed(self, state, p, tile):
         """`seen` with the tile's weights added to their sum."""
-        return seen.add(p)
+        return state.add(p)
 
 
 @static
@@ -179,7 +179,7 @@ class OfBlocks(OfHeads):
         return exp2(s * (scale * max(score, float32(LEAST))) - (m * scale - self.exponent(value)))
 
     @inlined
-    def weighed(self, s, below, lifted, seen, tile, measured, of):
+    def weighed(self, s, below, lifted, state, tile, measured, of):
         score, scale, per_scale = float32(1.0) if measured else tile.scores[0], of.scale, of.per_scale()
         if self.each == 2:
             left, right = columns(s, BLOCK, 0), columns(s, BLOCK, 1)
@@ -189,20 +189,20 @@ class OfBlocks(OfHeads):
             )
         else:
             top = self.highest(s, score, tile.values[0], per_scale)
-        seen = seen.raised(top if below is None else top - below, scale, of.slack)
-        m = seen.m + lifted
+        state = state.update_max_to(top if below is None else top - below, scale, of.slack)
+        m = state.m + lifted
         if self.each == 2:
             p = self.weights(left, m, score, tile.values[0], scale)
-            return seen, hstack(p, self.weights(right, m, tile.scores[1], tile.values[1], scale))
+            return state, hstack(p, self.weights(right, m, tile.scores[1], tile.values[1], scale))
         else:
-            return seen, self.weights(s, m, score, tile.values[0], scale)
+            return state, self.weights(s, m, score, tile.values[0], scale)
 
     @inlined
-    def summed(self, seen, p, tile):
+    def summed(self, state, p, tile):
         if not self.values:
-            return seen.add(p)
+            return state.add(p)
         elif self.each == 2:
             l = lane_sum(columns(p, BLOCK, 0)) * exp2(-self.exponent(tile.values[0]))
-            return seen.plus(l + lane_sum(columns(p, BLOCK, 1)) * exp2(-self.exponent(tile.values[1])))
+            return state.add_sums(l + lane_sum(columns(p, BLOCK, 1)) * exp2(-self.exponent(tile.values[1])))
         else:
-            return seen.plus(lane_sum(p) * exp2(-self.exponent(tile.values[0])))
+            return state.add_sums(lane_sum(p) * exp2(-self.exponent(tile.values[0])))

@@ -207,8 +207,8 @@ def forward(
     if keys_fp8:
         units, descales = zip(*[unit_of(f"{name}_descale", x) for name, x in zip("qkv", descales)])
         if of_fp8(q):
-            given = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, lse
-            return _of_fp8(stream, given, (*seen, *units, *common), layout)
+            inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *eight(aux), out, lse
+            return _of_fp8(stream, inputs, (*seen, *units, *common), layout)
     arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *normed, random.seeds, *lists, *eight(aux)
     options = *seen, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
     if keys_fp8:
@@ -234,9 +234,9 @@ def _refuse_beside_fp8(q: Any, keys_fp8: bool, descales: tuple, others: dict[str
         raise ValueError(f"{name}: is for q, k and v of float8_e4m3fn; leave it out, or make them by attention.quantize")
 
 
-def _refuse_beside_gradient(**given: Any) -> None:
-    """NotImplementedError: one of these is given, in a call that torch wants a gradient of."""
-    for name, x in given.items():
+def _refuse_beside_gradient(**arguments: Any) -> None:
+    """NotImplementedError: one of these is passed in a call whose gradient torch asks for."""
+    for name, x in arguments.items():
         if x is not None:
             raise NotImplementedError(
                 f"{name}: cannot be given where a gradient is to come; leave it out, or call under torch.no_grad()"

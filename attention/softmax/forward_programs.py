@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tiles.arrays import Number, Operand
-from tiles.program import Plan, Step, program
+from tiles.plan import Plan, Step
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from . import shared_out
 from .algebra import score_of
-from .assembled import Assembled, assembled
+from .assembled import VariantSpec, build_variant
 from .block_masks import BAND
 from .call_options import OF_AUX, OF_BLOCKS
 from .fp8 import OF_FP8, check_output, of_fp8_cache
@@ -34,7 +35,7 @@ FORWARD = Schema(
     lse  BHS   float32  made      return_lse
     """,
 )
-GIVEN = f"""
+INPUTS = f"""
     q             BSHD  tile
     k             BTGD  tile
     v             BTGV  tile
@@ -64,9 +65,9 @@ JOINED = """
     out           BSHV  float32  updated
     lse           BHS   float32  updated
 """
-VARIANTS, LISTS = Schema("forward_variant", GIVEN.rstrip() + MADE), Schema("block_lists", GIVEN)
-IN_FLOAT32, INTO = Schema("forward_unrounded", GIVEN.rstrip() + UNROUNDED), Schema("forward_joined", GIVEN.rstrip() + JOINED)
-FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(GIVEN.rstrip() + MADE))
+VARIANTS, LISTS = Schema("forward_variant", INPUTS.rstrip() + MADE), Schema("block_lists", INPUTS)
+IN_FLOAT32, INTO = Schema("forward_unrounded", INPUTS.rstrip() + UNROUNDED), Schema("forward_joined", INPUTS.rstrip() + JOINED)
+FP8_CACHE = Schema("forward_fp8_cache", of_fp8_cache(INPUTS.rstrip() + MADE))
 
 PACKAGE = sys.modules[__package__]
 
@@ -95,10 +96,10 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     check_extents(problem)
     if shared_out.serves(problem, family):
         return shared_out.planned(problem, causal, scale, return_lse)
-    return planned(problem, assembled(scale_of(problem, scale), causal), return_lse, family)
+    return planned(problem, build_variant(scale_of(problem, scale), causal), return_lse, family)
 
 
-class Seen(NamedTuple):
+class ScoreOptions(NamedTuple):
     """Which keys a query sees, and what becomes of their scores: the options of a variant that are no arrays. left, right: the
     ends of the window. mask, score: the names that python_functions.py knows the functions by. block_rows, block_cols: the
     size of a caller's blocks. ready_for: which calls the given lists of key blocks serve (prepared_lists.py)."""
@@ -137,8 +138,8 @@ def _variant(
     """The Plan of a call with variants (see Seen), norms and dropout."""
     check_extents(problem)
     more = parts_of(problem, norm_eps, dropout, seed_value)
-    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, seen, scale, return_lse, family, more, norm_eps)
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, options, scale, return_lse, family, more, norm_eps)
 
 
 _block_lists, _unrounded = program(LISTS)(_variant.planner), program(IN_FLOAT32)(_variant.planner)
@@ -167,9 +168,9 @@ def _of_fp8(
     """The Plan of a call with q, k and v of float8_e4m3fn. q_unit, k_unit and v_unit: the descales that are numbers."""
     check_extents(problem, 16)
     check_output(problem)
-    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
     numbers: dict[str, float | Number] = {"qk_unit": q_unit * k_unit, "v_unit": v_unit}
-    return planned_variant(problem, seen, scale, return_lse, family, numbers=numbers)
+    return planned_variant(problem, options, scale, return_lse, family, numbers=numbers)
 
 
 @program(FP8_CACHE, no_gradient=ONCE)
@@ -197,13 +198,13 @@ def _fp8_cache(
     v_unit: the descales that are numbers."""
     check_extents(problem)
     more = parts_of(problem, norm_eps, dropout, seed_value)
-    seen = Seen(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    return planned_variant(problem, seen, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
+    options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
+    return planned_variant(problem, options, scale, return_lse, family, more, norm_eps, units=(k_unit, v_unit))
 
 
 def planned_variant(
     problem: Problem,
-    seen: Seen,
+    options: ScoreOptions,
     scale: float | None,
     return_lse: bool,
     family: str | None,
@@ -214,25 +215,25 @@ def planned_variant(
 ) -> Plan:
     """The Plan of a variant. more: further parts of it, with the numbers that each tells its kernels. numbers: what kernels are
     told besides. units: the descales of keys and values that are converted before."""
-    made, aux, listing, looks = variant_of(problem, seen, scale, more)
-    made = made._replace(numbers=made.numbers | (numbers or {}))
-    plan = planned(problem, made, return_lse, family, aux, listing, norm_eps, units)
+    spec, aux, listing, looks = variant_of(problem, options, scale, more)
+    spec = spec._replace(numbers=spec.numbers | (numbers or {}))
+    plan = planned(problem, spec, return_lse, family, aux, listing, norm_eps, units)
     return plan._replace(steps=[*looks, *plan.steps])
 
 
 def keys_of_a_block(
-    problem: Problem, seen: Seen, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
+    problem: Problem, options: ScoreOptions, scale: float | None, family: str | None, more: Sequence[tuple[Variant, dict]]
 ) -> int:
     """How many keys a block has in the kernel that serves a call of _variant, or the same call of _forward."""
-    made, aux, listing, _ = variant_of(problem, seen, scale, more)
-    return chosen(problem, made, family, aux, listing)[1].kv
+    spec, aux, listing, _ = variant_of(problem, options, scale, more)
+    return chosen(problem, spec, family, aux, listing)[1].kv
 
 
 def variant_of(
-    problem: Problem, seen: Seen, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
-) -> tuple[Assembled, list[Operand], Listing | None, list[Step]]:
+    problem: Problem, options: ScoreOptions, scale: float | None, more: Sequence[tuple[Variant, dict[str, float | Number]]]
+) -> tuple[VariantSpec, list[Operand], Listing | None, list[Step]]:
     """(the assembled variant, the arrays of aux, how lists of key blocks are made, the checks of what aux is indexed by)"""
-    causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = seen
+    causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for = options
     masking, scoring, aux = functions_of(problem, mask, score)
     if (mask or score) and "Z" in problem.extents:
         raise NotImplementedError("lengths_k: of parts of queries it is not served with mask or score")
@@ -244,7 +245,7 @@ def variant_of(
     listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, BAND, ready_for)
     if listing and listing.blocked:
         more.append((listing.blocked, {}))
-    made = assembled(
+    spec = build_variant(
         scale_of(problem, scale),
         causal,
         (left, right),
@@ -256,4 +257,4 @@ def variant_of(
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),
         more,
     )
-    return made, aux, listing, looks
+    return spec, aux, listing, looks

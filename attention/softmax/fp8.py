@@ -48,9 +48,9 @@ def of_fp8(x: Any) -> bool:
     return getattr(dtype, "itemsize", 2) == 1 and "float8_e4m3fn" in str(dtype)
 
 
-def refuse_with_fp8(**given: Any) -> None:
-    """NotImplementedError: one of these arguments is given, and no kernel serves it."""
-    for name, what in given.items():
+def refuse_with_fp8(**options: Any) -> None:
+    """NotImplementedError: one of these arguments was passed, and no kernel serves it."""
+    for name, what in options.items():
         if not (what is None or what is False):
             raise NotImplementedError(f"{name}: is not served with k and v of float8_e4m3fn; convert them to bfloat16")
 

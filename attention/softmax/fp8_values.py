@@ -46,18 +46,18 @@ class ByProducer:
         return q, k, Values(copied, turned)
 
     @inlined
-    def fill(self, values, j, gV, own, key, head):
+    def fill(self, values, j, gV, seq, key, head):
         """Done by the producer: load tile j, whose first key in the sequence is `key`."""
-        values.copied.fill(j, gV, (own.batch, own.key + key, head))
+        values.copied.fill(j, gV, (seq.batch, seq.offset_k + key, head))
 
     @inlined
-    def turn(self, values, j, sequences, keys, every):
+    def turn(self, values, j, sequences, keys, kv_blocks):
         """Done by the producer: transpose tile j of the Blocks `every` for the consumers. keys: how many of the first tile's
         keys belong to the sequence."""
         tile = values.copied.wait(j)
         if j == 0:
             sequences.clear(tile, keys, 1)
-        every.clear(tile, j, 1)
+        kv_blocks.clear(tile, j, 1)
         warpgroup.transpose_zipped(values.turned.claim(j), tile)
         values.turned.publish(j, fenced=True)
         values.copied.release(j)
@@ -82,10 +82,10 @@ class Before(ByProducer):
         return q, k, Values(0, turned)
 
     @inlined
-    def fill(self, values, j, gV, own, key, head):
+    def fill(self, values, j, gV, seq, key, head):
         """See ByProducer. Tiles begin at multiples of their number of keys."""
-        values.turned.fill(j, gV, (own.batch, head, 0, int32(key // values.turned.tile.cols)))
+        values.turned.fill(j, gV, (seq.batch, head, 0, int32(key // values.turned.tile.cols)))
 
     @inlined
-    def turn(self, values, j, sequences, keys, every):
+    def turn(self, values, j, sequences, keys, kv_blocks):
         """See ByProducer. Nothing is left to do."""

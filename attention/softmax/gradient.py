@@ -31,18 +31,18 @@ STOP = "put jax.lax.stop_gradient around"
 
 
 def gradients(
-    dout: Any, dlse: Any, given: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
+    dout: Any, dlse: Any, inputs: dict[str, Any], out: Any, lse: Any, options: dict[str, Any], wanted: Sequence[str]
 ) -> dict[str, Any]:
     """{name: gradient} of a call of forward with these arrays and options that returned out and lse, computed by
     attention.backward of their gradients; dlse: None if lse has none. wanted: the names of the arrays whose gradients are
     needed; there may be more."""
-    arrays = grouped(given)
+    arrays = grouped(inputs)
     q, k, v = (arrays.pop(name) for name in "qkv")
     asked: dict[str, Any] = {f"d{name}": True for name in ("bias", "alibi") if name in wanted}
     if any([name in wanted for name in OF_AUX]):
-        asked["daux"] = [True if name in wanted else None for name in OF_AUX if name in given]
+        asked["daux"] = [True if name in wanted else None for name in OF_AUX if name in inputs]
     found = attention.backward(dout, q, k, v, out, lse, dlse=dlse, **arrays, **options, **asked)
-    names = [name for name in DIFFERENTIABLE if name in given and (name in wanted or name not in ASKED)]
+    names = [name for name in DIFFERENTIABLE if name in inputs and (name in wanted or name not in ASKED)]
     flat = [x for one in found for x in (one if isinstance(one, tuple) else (one,))]
     return dict(zip(names, flat, strict=True))
 
@@ -107,7 +107,7 @@ def gradient(names: Sequence[str], options: dict[str, Any], layout: str) -> Call
 
 
 def _gradients(
-    given: dict[str, Any],
+    inputs: dict[str, Any],
     made: dict[str, Any],
     of_results: dict[str, Any],
     options: dict[str, Any],
@@ -118,7 +118,7 @@ def _gradients(
     are needed."""
     if not of_results:
         return {}
-    told, arrays = _told(given, options), {name: x for name, x in given.items() if name not in BLOCKS}
+    told, arrays = _told(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
     if refused := unserved([*told, *grouped(arrays)]):
         raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP} q, k and v")
     dout, dlse = (of_results.get(name) for name in ("out", "lse"))
@@ -127,16 +127,16 @@ def _gradients(
     return gradients(dout, dlse, arrays, made["out"], made["lse"], told | {"layout": layout}, wanted)
 
 
-def _told(given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def _told(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """A program's options as arguments of forward, without those that have their defaults."""
     ends = options.get("left"), options.get("right")
     told = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
     told |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
     told |= {name: known(options.get(name)) for name in ("mask", "score")}
     size = options.get("block_rows"), options.get("block_cols")
-    if "lists" in given:
-        told["blocks"] = BlockLists(given["lists"], options["ready_for"], given.get("marks"), size)
-    elif "kv_indices" in given:
-        told["blocks"] = SimpleNamespace(**{name: given.get(name) for name in FIELDS}, BLOCK_SIZE=size)
-    told |= {"norm_eps": options["norm_eps"]} if {*NORMS} & given.keys() else {}
+    if "lists" in inputs:
+        told["blocks"] = BlockLists(inputs["lists"], options["ready_for"], inputs.get("marks"), size)
+    elif "kv_indices" in inputs:
+        told["blocks"] = SimpleNamespace(**{name: inputs.get(name) for name in FIELDS}, BLOCK_SIZE=size)
+    told |= {"norm_eps": options["norm_eps"]} if {*NORMS} & inputs.keys() else {}
     return {name: value for name, value in told.items() if value is not None}

@@ -26,9 +26,9 @@ from .descales import OfBlocks, OfHeads
 from .fp8_values import Before, ByProducer
 from .hopper import REGISTERS
 from .online import LOWEST, Softmax
-from .output import Stored
-from .sequences import Batched
-from .variants import At, Variant
+from .output import StoreOutput
+from .sequences import BatchedLayout
+from .variants import ScoreContext, Variant
 from .visible_keys import CAUSAL, FULL
 
 LIFT, SLACK = 8.0, 0.75  # powers of 2: what a maximum's weight is, and may still grow by; e4m3 ends at 448, 2^8.8
@@ -106,23 +106,23 @@ def turned_shape(padded: int, keys: float) -> Any:
 
 def blocked_shape(padded: int, keys: float, variant: Variant) -> Any:
     """The shape for descales of blocks."""
-    return None if variant.rising and keys <= SHORT else BLOCKED_TURNED.get(padded)
+    return None if variant.monotonic and keys <= SHORT else BLOCKED_TURNED.get(padded)
 
 
-def pays_to_turn(padded: int, queries: int, keys: float, pairs: int, group: int, processors: int) -> bool:
-    """Is it faster to transpose V before? For plain attention with so many queries and keys in each of `pairs` pairs of head
-    and batch, `group` of which share a head of V."""
+def pays_to_turn(padded: int, queries: int, keys: float, batch_heads: int, group: int, processors: int) -> bool:
+    """Is it faster to transpose V before? For plain attention with so many queries and keys in each of `batch_heads` pairs of
+    head and batch, `group` of which share a head of V."""
     shape = turned_shape(padded, keys)
     if shape is None or queries * group < MANY:
         return False
     (_, consumers), (_, more, _) = SHAPES[padded], shape
-    return busy(more, queries, pairs, processors) <= ROUNDS * busy(consumers, queries, pairs, processors)
+    return busy(more, queries, batch_heads, processors) <= ROUNDS * busy(consumers, queries, batch_heads, processors)
 
 
-def busy(consumers: int, queries: int, pairs: int, processors: int) -> int:
+def busy(consumers: int, queries: int, batch_heads: int, processors: int) -> int:
     """The number of rows that the busiest multiprocessor works on, if each tile belongs to so many consumers."""
     rows = warpgroup.ROWS * consumers
-    return -(-(-(-queries // rows) * pairs) // processors) * rows
+    return -(-(-(-queries // rows) * batch_heads) // processors) * rows
 
 
 def config_for(
@@ -137,16 +137,16 @@ def config_for(
     """The configuration for so many keys. before: should V be transposed before, if it can be? kind: further fields of the
     Config."""
     padded = padded_dim(head_dim, value_dim)
-    plain = variant.plain and kind.get("lie", Batched) is Batched
+    plain = variant.cheap_mask and kind.get("seq_layout", BatchedLayout) is BatchedLayout
     shape = blocked_shape(padded, keys, variant) if units.by_block else turned_shape(padded, keys)
     if before and plain and shape:
         kind |= {"units": units.of_tiles(shape[0]), "turned": Before()}
         return Config(padded, padded, fp8e4m3, variant, *shape, **kind)
     if units.by_block:
-        short = variant.rising and keys <= SHORT
+        short = variant.monotonic and keys <= SHORT
         shapes = BLOCKED_VARIED if not plain else BLOCKED_SHORT if short else BLOCKED
     else:
-        shapes = SCORED if variant.scored or not variant.computed else SHAPES if plain else VARIED
+        shapes = SCORED if variant.changes_scores or not variant.positional else SHAPES if plain else VARIED
     return Config(padded, padded, fp8e4m3, variant, *shapes[padded], units=units.of_tiles(shapes[padded][0]), **kind)
 
 
@@ -180,8 +180,8 @@ class Tile(NamedTuple):
     are found."""
 
     queries: Any
-    every: Any
-    at: Any
+    kv_blocks: Any
+    ctx: Any
     scale: Any
     unit: Any
     lift: Any
@@ -198,11 +198,11 @@ class Tile(NamedTuple):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
-    CONSUMERS, GIVEN, AUX = config.consumers, config.given, config.aux
+    CONSUMERS, PARAMS, AUX = config.consumers, config.params, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
-    MEASURES, units = variant.measures, config.units
+    MEASURES, units = variant.needs_raw_scores, config.units
     BY_BLOCK, (Q_UNIT, K_UNIT, V_UNIT) = units.by_block, units.arrays
-    output, turn = Stored(config.lie.apart), warpgroup.ping_pong(CONSUMERS)
+    output, turn = StoreOutput(config.seq_layout.apart), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
     O, PART = rt(16, config.value_dim, fp32), config.part  # a consumer's rows of the output; columns of a product
     WHOLE, TOGETHER = config.value_dim == PART, config.value_dim <= 128  # halves: have registers room for both?
@@ -226,25 +226,25 @@ def make(config: Config):
     @inlined
     def lifted(below, lift):
         """What is subtracted from the scores to get weights that are lifted by a power of 2."""
-        if variant.by_rows:
+        if variant.has_row_offset:
             return below - lift
         else:
             return -lift
 
     @inlined
-    def weighed(s, key, seen, tile, of):
+    def weighed(s, key, state, tile, of):
         """(what has been seen with a block of scores, their weights). The weights are not yet in the sum; they are 2^LIFT at
         the maximum."""
-        s = variant.score(measured(s, tile, of), of.at, key)
-        below = variant.below(s, of.at, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+        s = variant.score(measured(s, tile, of), of.ctx, key)
+        below = variant.row_offset(s, of.ctx, key)
+        return units.weighed(s, below, lifted(below, of.lift), state, tile, MEASURES, of)
 
     @inlined
-    def cut_and_weighed(s, key, seen, tile, of):
+    def cut_and_weighed(s, key, state, tile, of):
         """The same of a block that the mask cuts."""
-        s = tiling.mask(variant.score_near(measured(s, tile, of), of.at, key), of.at, key)
-        below = variant.below_near(s, of.at, key)
-        return units.weighed(s, below, lifted(below, of.lift), seen, tile, MEASURES, of)
+        s = tiling.mask(variant.score_in_edge_block(measured(s, tile, of), of.ctx, key), of.ctx, key)
+        below = variant.row_offset_in_edge_block(s, of.ctx, key)
+        return units.weighed(s, below, lifted(below, of.lift), state, tile, MEASURES, of)
 
     @inlined
     def gained(o, lag, p, tile):
@@ -264,23 +264,23 @@ def make(config: Config):
         """A tile's key blocks; `cut` by the mask or not."""
 
         @inlined
-        def step(j, p, seen, tile, k, values, me, of):
+        def step(j, p, state, tile, k, values, me, of):
             """O takes up block j - 1; then scores and softmax of block j, while another consumer has the tensor cores. tile:
             its units; the next one's are asked for while these are used, for loads, and their addresses, take long."""
-            key = tiling.key(of.every, j, of.at)
+            key = tiling.key(of.kv_blocks, j, of.ctx)
             turn.take(me)
-            seen = seen._replace(o=gained(seen.o, seen.lag, p, values.turned.wait(j - 1)))
+            state = state._replace(o=gained(state.o, state.o_scale, p, values.turned.wait(j - 1)))
             s = warpgroup.mm_ABt(of.queries, k.wait(j))
             turn.give(me)
             values.turned.release(j - 1)
             s = warpgroup.wait(s)
             if cut:
-                seen, p = cut_and_weighed(s, key, seen, tile, of)
+                state, p = cut_and_weighed(s, key, state, tile, of)
             else:
-                seen, p = weighed(s, key, seen, tile, of)
-            k.release(j, after=seen.m)
-            ahead = units.of_tile(of.told, tiling.key(of.every, j + 1, of.at), of.unit)
-            return zipped(p), units.summed(seen, p, tile), ahead
+                state, p = weighed(s, key, state, tile, of)
+            k.release(j, after=state.m)
+            ahead = units.of_tile(of.told, tiling.key(of.kv_blocks, j + 1, of.ctx), of.unit)
+            return zipped(p), units.summed(state, p, tile), ahead
 
         return step
 
@@ -289,64 +289,66 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend_fp8(
         gQ: tiled(config.query, unit=1), gK: tiled(config.key, unit=1), gV: VALUES, gO: OUTPUT,
-        gLse: array(3), given: GIVEN, aux: AUX, blocks: INT, heads: INT, pairs: INT, band: INT, group: INT, scale: FLOAT,
-        gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
+        gLse: array(3), params: PARAMS, aux: AUX, blocks: INT, heads: INT, batch_heads: INT, band: INT, group: INT,
+        scale: FLOAT, gQUnit: Q_UNIT, gKUnit: K_UNIT, gVUnit: V_UNIT, qk_unit: FLOAT, v_unit: FLOAT,
     ):  # fmt: skip
         """As hopper.py's `attend`, of arrays that stand for themselves times a unit: the product of a number and of one of each
         sequence and head of keys, or of each block of rows, too."""
         q, k, values = turned.opened(smem.open())
         me = warpgroup.id()
-        block, pair = tiling.place(persistent_tile(0), blocks, pairs, band)
-        block, batch, head = sequences.find(block, pair, heads, given)
-        if sequences.has(block, batch, given):
-            own, row, kv_head = sequences.sequence(batch, given), ROWS * block, divmod(head, group)[0]
+        block, batch_head = tiling.place(persistent_tile(0), blocks, batch_heads, band)
+        block, batch, head = sequences.find(block, batch_head, heads, params)
+        if sequences.has(block, batch, params):
+            seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
             if me == PRODUCER:
                 warpgroup.release_registers(keep)
-                at = At(batch, head, row, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                every = tiling.key_blocks(row, at)
-                q.fill(0, gQ, (own.batch, own.query + row, head))
-                for j in range(int32(every.n + BEHIND)):
-                    if j < every.n:
-                        key = tiling.key(every, j, at)
-                        k.fill(j, gK, (own.batch, own.key + key, kv_head))
-                        turned.fill(values, j, gV, own, key, kv_head)
+                ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
+                kv_blocks = tiling.key_blocks(row, ctx)
+                q.fill(0, gQ, (seq.batch, seq.offset_q + row, head))
+                for j in range(int32(kv_blocks.n + BEHIND)):
+                    if j < kv_blocks.n:
+                        key = tiling.key(kv_blocks, j, ctx)
+                        k.fill(j, gK, (seq.batch, seq.offset_k + key, kv_head))
+                        turned.fill(values, j, gV, seq, key, kv_head)
                     if j > 0:
-                        turned.turn(values, int32(j - 1), sequences, own.keys - tiling.key(every, 0, at), every)
+                        turned.turn(values, int32(j - 1), sequences, seq.seqlen_k - tiling.key(kv_blocks, 0, ctx), kv_blocks)
             else:
                 warpgroup.claim_registers(claim)
                 turn.begin(me)
                 mine = row + EACH * me + O.rows * warpgroup.rank()
-                stands = At(batch, head, mine, own.keys - own.queries, own.queries, own.keys, given, aux, 0)
-                at = stands._replace(kept=variant.keep(stands))
-                every = tiling.key_blocks(row, at)
+                base_ctx = ScoreContext(
+                    batch, head, mine, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
+                )
+                ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+                kv_blocks = tiling.key_blocks(row, ctx)
                 told = Units(gQUnit, gKUnit, gVUnit, int32(batch), int32(kv_head))
-                unit = units.of_queries(told, own.query + row + EACH * me, head, qk_unit)
+                unit = units.of_queries(told, seq.offset_q + row + EACH * me, head, qk_unit)
                 scale = scale if MEASURES or BY_BLOCK else scale * unit
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
-                of = Tile(subtile(q.wait(0), EACH, me), every, at, scale, unit, lift, slack, told)
-                key = tiling.key(every, 0, at)
-                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(every, int32(1), at), unit)
+                of = Tile(subtile(q.wait(0), EACH, me), kv_blocks, ctx, scale, unit, lift, slack, told)
+                key = tiling.key(kv_blocks, 0, ctx)
+                tile, ahead = units.of_tile(told, key, unit), units.of_tile(told, tiling.key(kv_blocks, int32(1), ctx), unit)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                seen, p = cut_and_weighed(s, key, softmax.begin(variant.lowest(at, LOWEST)), tile, of)
-                p, seen = zipped(p), units.summed(seen, p, tile)
+                state, p = cut_and_weighed(s, key, softmax.init(variant.initial_max(ctx, LOWEST)), tile, of)
+                p, state = zipped(p), units.summed(state, p, tile)
                 if MASKS_SECOND:
-                    cut = int32(min(2, every.n))
+                    cut = int32(min(2, kv_blocks.n))
                 else:
-                    cut = int32(max(1, every.cut))
+                    cut = int32(max(1, kv_blocks.masked))
                 for j in range(int32(1), cut):
-                    p, seen, ahead = cut_step(j, p, seen, ahead, k, values, me, of)
-                for j in range(cut, every.n):
-                    p, seen, ahead = step(j, p, seen, ahead, k, values, me, of)
+                    p, state, ahead = cut_step(j, p, state, ahead, k, values, me, of)
+                for j in range(cut, kv_blocks.n):
+                    p, state, ahead = step(j, p, state, ahead, k, values, me, of)
                 q.release(0)
-                o = gained(seen.o, seen.lag, p, values.turned.wait(every.n - 1))
-                values.turned.release(every.n - 1)
+                o = gained(state.o, state.o_scale, p, values.turned.wait(kv_blocks.n - 1))
+                values.turned.release(kv_blocks.n - 1)
                 o = o * units.of_output(told, v_unit)
-                o, lse = seen._replace(o=o, m=seen.m - of.lift).finish(scale, variant, at)
-                output.store(gO, o, of.queries, own, row + EACH * me, head)
-                output.store_sums(gLse, lse, own, row + EACH * me, head)
+                o, lse = state._replace(o=o, m=state.m - of.lift).finish(scale, variant, ctx)
+                output.store(gO, o, of.queries, seq, row + EACH * me, head)
+                output.store_sums(gLse, lse, seq, row + EACH * me, head)
         if sequences.packed and me != PRODUCER:
-            some, row = sequences.nobodys(block, batch, given)
+            some, row = sequences.nobodys(block, batch, params)
             if some:
                 output.clear(O, gO, gLse, int32(row + EACH * me), head)
 

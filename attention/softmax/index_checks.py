@@ -13,7 +13,7 @@ import numpy as np
 
 from tiles.arrays import Operand
 from tiles.checks import asked, read
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.schema import Problem
 
 from .block_masks import FIELDS
@@ -102,9 +102,9 @@ class Indices(NamedTuple):
                     for option, function in ("mask", mask), ("score", score):
                         if function is None:
                             continue
-                        given = [Supervised(f"aux{n}", x, option, seen, (b, h, row, first)) for n, x in enumerate(arrays)]
+                        watched = [Supervised(f"aux{n}", x, option, seen, (b, h, row, first)) for n, x in enumerate(arrays)]
                         scores = [np.zeros(seen.shape, np.float32)] if function is score else []
-                        made = function(*scores, b, h, i, j, *given)
+                        made = function(*scores, b, h, i, j, *watched)
                         seen = seen & made if function is mask else seen
 
     def _sequences(self, found: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:

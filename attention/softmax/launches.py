@@ -8,7 +8,7 @@ from tiles.arrays import ALIGNMENT, Operand
 from tiles.device import machine, persistent
 from tiles.dtypes import bf16, fp8e4m3, fp16
 from tiles.launch import kernel_for
-from tiles.program import Fill, Plan, Step, nothing
+from tiles.plan import Fill, Plan, Step, nothing
 from tiles.schema import Problem
 from tiles.targets import has_fp8
 
@@ -16,7 +16,7 @@ from ..cache import quantize_kernels
 from ..families import FamilyAndBlock, choose_family, family_block_kv, require_hopper
 from . import ampere, block_masks, hopper, hopper_fp8, norms, transpose_values
 from . import key_block_lists as lists
-from .assembled import Assembled
+from .assembled import VariantSpec
 from .block_masks import Blocked
 from .descales import BLOCK, OfBlocks, OfHeads
 from .fp8 import of_blocks
@@ -24,7 +24,7 @@ from .norms import Layer, Rms
 from .online import LOG2_E, SLACK
 from .prepared_lists import Listing, check, giving
 from .scores import Biased, BiasedByTile
-from .sequences import Batched, InUse, Packed, PackedInUse, Parts
+from .sequences import BatchedLayout, PackedLayout, PackedSeqUsedLayout, QueryPartsLayout, SeqUsedLayout
 from .tiling import band_of, even
 from .variants import Both, Variant
 
@@ -65,7 +65,7 @@ class Before:
         batch, rows, heads, columns = narrow.form.shape
         found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
         grid = -(-batch * heads * count // quantize_kernels.WARPS), -(-columns // quantize_kernels.COLUMNS), 1
-        config = quantize_kernels.Config("widen", DTYPES[problem.dtype], False)
+        config = quantize_kernels.Config("dequantize", DTYPES[problem.dtype], False)
         descale = over(problem, f"{name}_descale", "BG")
         step = kernel_for(quantize_kernels, config, problem.device)
         told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
@@ -115,7 +115,7 @@ class Before:
         return found
 
     def listed(
-        self, made: Assembled, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
+        self, spec: VariantSpec, varies: tuple[bool, bool], config: Any, blocks: int, told: dict[str, Any], read: dict[str, Any]
     ) -> Operand:
         """The lists of key blocks of `blocks` tiles of queries, made by two launches. varies: (do they differ by batch? by
         head?). told: the kernel's arguments for the variant and the sequences. read: the arrays of aux."""
@@ -123,8 +123,8 @@ class Before:
         many, keys = (batch if varies[0] else 1, heads if varies[1] else 1), -(-kv_len // config.kv)
         found, classes = self.memory((*many, blocks, lists.HEAD + keys), "int32"), self.memory((*many, blocks, keys), "int8")
         unseen = self.memory((*many, blocks, lists.BOTH * keys), "int8")
-        survey = lists.Survey(made.variant, config.rows, config.kv, config.axes)
-        compaction = lists.Compaction(made.variant, config.rows, config.kv)
+        survey = lists.Survey(spec.variant, config.rows, config.kv, config.axes)
+        compaction = lists.Compaction(spec.variant, config.rows, config.kv)
         tiles, groups = many[0] * many[1] * blocks, -(-keys // lists.WARPS)
         told |= {"classes": classes, "unseen": unseen, "blocks": blocks, "heads": many[1]}
         self.launch(survey, survey, tiles * groups, groups=groups, **told, **read)
@@ -134,7 +134,7 @@ class Before:
 
 def planned(
     problem: Problem,
-    made: Assembled,
+    spec: VariantSpec,
     return_lse: bool,
     family: str | FamilyAndBlock | None,
     aux: Sequence[Operand] = (),
@@ -148,9 +148,9 @@ def planned(
     needed. If the schema has no results, the lists are all that is made, and are returned as BlockLists."""
     batch, q_len, heads, head_dim, kv_len, kv_heads, value_dim = problem("BSHDTGV")
     only_lists = not problem.schema.written
-    joins = not only_lists and problem.schema.arguments["out"].role == "updated"
-    out, lse = problem["out"], problem["lse"] if return_lse or joins else None
-    give = nothing if joins else None
+    accumulates = not only_lists and problem.schema.arguments["out"].role == "updated"
+    out, lse = problem["out"], problem["lse"] if return_lse or accumulates else None
+    give = nothing if accumulates else None
     empty = 0 in (batch, q_len, heads)
     if only_lists and (empty or kv_len == 0):
         raise problem.error("q" if empty else "k", "must not be empty where lists of its blocks are made", "q", "k")
@@ -158,17 +158,17 @@ def planned(
         if "sink" in problem and not empty:
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
-        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not joins], (), give)
+        return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
     where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
-    made, config = chosen(problem, made, family, aux, listing)
+    spec, config = chosen(problem, spec, family, aux, listing)
     blocks = tiles_of(problem, config)[0]
     before, key_norm = Before(problem), norm_of(problem, "k_norm")
-    given = made.numbers | variant_arrays(problem)
+    given = spec.numbers | variant_arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or before.classes(listing.blocked)
@@ -176,8 +176,8 @@ def planned(
     if listing and by_list:
         if listing.ready_for:
             check(listing.ready_for, made_for(problem, config, listing))
-        of_scores = {name: x for name, x in given.items() if name in made.variant.given}
-        found = problem["lists"] or before.listed(made, listing.varies, config, blocks, where | of_scores, read)
+        of_scores = {name: x for name, x in given.items() if name in spec.variant.params}
+        found = problem["lists"] or before.listed(spec, listing.varies, config, blocks, where | of_scores, read)
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
             return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
@@ -187,32 +187,32 @@ def planned(
         values = before.turned(values)
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
-    return Plan([*before.steps, launch(problem, made, config, kv_len, **told)], before.scratch, give)
+    return Plan([*before.steps, launch(problem, spec, config, kv_len, **told)], before.scratch, give)
 
 
 def listed_keys(problem: Problem, listing: Listing | None) -> bool:
     """Do lists say which blocks of keys a tile sees?"""
-    return listing is not None and sequences_of(problem)[0] is Batched
+    return listing is not None and sequences_of(problem)[0] is BatchedLayout
 
 
 def chosen(
-    problem: Problem, made: Assembled, family: str | FamilyAndBlock | None, aux: Sequence[Operand], listing: Listing | None
-) -> tuple[Assembled, Shape]:
+    problem: Problem, spec: VariantSpec, family: str | FamilyAndBlock | None, aux: Sequence[Operand], listing: Listing | None
+) -> tuple[VariantSpec, Shape]:
     """(the assembled variant as the kernel takes it, the configuration of the kernel) for a problem that has queries and keys:
     see `planned`."""
-    (lie, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
+    (seq_layout, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
     tma, by_list = choose_family(problem, family) == "sm_90", listed_keys(problem, listing)
     if tma and problem.dtype != "float8_e4m3fn":
-        made = made._replace(variant=in_tiles(problem, made.variant))
+        spec = spec._replace(variant=in_tiles(problem, spec.variant))
     written = schema.arguments["out"] if schema.written else None
-    unrounded, joins = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
-    kind = {"lie": lie, "axes": axes, "by_list": by_list, "unrounded": unrounded, "joins": joins}
-    if lie is Batched and not (axes or by_list or unrounded):
+    float32_out, accumulates = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
+    kind = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list, "float32_out": float32_out, "accumulates": accumulates}
+    if seq_layout is BatchedLayout and not (axes or by_list or float32_out):
         kind = {}
     if not tma and problem.dtype == "float8_e4m3fn":
         require_hopper(problem)
         raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
-    return made, config_of(problem, made, tma, problem("T")[0], family_block_kv(family), **kind)
+    return spec, config_of(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
 
 
 def in_tiles(problem: Problem, of: Variant) -> Variant:
@@ -228,7 +228,7 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
     return BiasedByTile(of.last, of.whole, DTYPES[form.dtype]) if by_tma else of
 
 
-def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, kv: int | None = None, **kind: Any) -> Shape:
+def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any) -> Shape:
     """The configuration for an assembled variant. tma: is it one of Hopper's kernels? kv: how many keys a block must have, if
     it matters. kind: further fields of the Config."""
     head_dim, value_dim = problem("DV")
@@ -239,58 +239,58 @@ def config_of(problem: Problem, made: Assembled, tma: bool, kv_len: int, kv: int
         batch, q_len, heads, kv_heads = problem("BSHG")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
         before = hopper_fp8.pays_to_turn(hopper_fp8.padded_dim(head_dim, value_dim), *load)
-        return hopper_fp8.config_for(head_dim, made.variant, value_dim, units, kv_len, before, **kind)
+        return hopper_fp8.config_for(head_dim, spec.variant, value_dim, units, kv_len, before, **kind)
     if tma:
-        config = hopper.config_for(head_dim, dtype, made.variant, min(kv_len, made.reach), value_dim, **kind)
+        config = hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
-        sequences = problem("E")[0] - 1 if issubclass(config.lie, Packed) else batch
-        of_sequence, pairs = batch * queries / sequences, sequences * heads
-        found = hopper.fitted(config, of_sequence, kv_len, pairs, gpu.processors)
+        sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
+        of_sequence, batch_heads = batch * queries / sequences, sequences * heads
+        found = hopper.fitted(config, of_sequence, kv_len, batch_heads, gpu.processors)
         if kv in (None, found.kv):
             return found
-        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, pairs, gpu.processors, kv)
-    room, piece = gpu.shared_bytes, problem.bytes_at_once()
-    own = ampere.config_for(head_dim, dtype, made.variant, room, piece, value_dim, **kind)
+        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, batch_heads, gpu.processors, kv)
+    room, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
+    own = ampere.config_for(head_dim, dtype, spec.variant, room, vector_bytes, value_dim, **kind)
     return own if kv is None else ampere.of_blocks(own, kv, room)
 
 
 def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
     """(how many tiles of queries a pair of head and batch has, how many pairs there are)"""
     batch, q_len, heads = problem("BSH")
-    if issubclass(config.lie, Packed):
+    if issubclass(config.seq_layout, PackedLayout):
         (ends,) = problem("E")
         return q_len // config.rows + ends - 1, heads
-    if config.lie is Parts:
+    if config.seq_layout is QueryPartsLayout:
         (parts,) = problem("Z")
         return parts * -(-(q_len // parts) // config.rows), batch * heads
     return -(-q_len // config.rows), batch * heads
 
 
-def launch(problem: Problem, made: Assembled, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
+def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
     """The launch of attention itself. most_keys: of a sequence. told: the kernel's other arguments: arrays, and what it is
     told of the variant, the sequences and the source of keys."""
-    gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], made.variant
+    gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], spec.variant
     q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
-    blocks, pairs = tiles_of(problem, config)
-    group, grid = heads // kv_heads, pairs * blocks
+    blocks, batch_heads = tiles_of(problem, config)
+    group, grid = heads // kv_heads, batch_heads * blocks
     if config.persistent:
         grid = persistent(gpu, grid)
     nbytes = most_keys * (head_dim + value_dim) * dtype.itemsize / group
-    alike = config.persistent and made.reach < most_keys  # a window's tiles, but for a pair's first ones
-    uneven = not alike and (variant.rising or (config.persistent and q_len % config.rows > 0))
+    alike = config.persistent and spec.reach < most_keys  # a window's tiles, but for a pair's first ones
+    uneven = not alike and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
     if isinstance(config, hopper_fp8.Config):
         told |= {f"g{name.upper()}Unit": unit_of(problem, name, config.units) for name in "qkv"}
     else:
-        told["slack"] = SLACK / (made.unit * LOG2_E)
+        told["slack"] = SLACK / (spec.unit * LOG2_E)
     band = band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
         heads=heads,
-        pairs=pairs,
-        band=band if config.persistent else even(band, pairs, config.lie is Parts),
+        batch_heads=batch_heads,
+        band=band if config.persistent else even(band, batch_heads, config.seq_layout is QueryPartsLayout),
         group=group,
-        scale=made.unit * LOG2_E,
+        scale=spec.unit * LOG2_E,
         **told,
     )
 
@@ -347,7 +347,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     return found
 
 
-def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
+def sequences_of(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
     """(the class that says how the sequences lie, the kernel's arguments for it). ValueError: arguments for sequences do not
     fit each other."""
     q_len, kv_len = problem("ST")
@@ -359,13 +359,13 @@ def sequences_of(problem: Problem) -> tuple[type[Batched], dict[str, Any]]:
         ends = problem["cu_seqlens"]
         where = {"ends": ends, "ends_k": problem["cu_seqlens_k"] or ends}
         if "lengths_k" in problem:
-            return PackedInUse, where | {"lengths": problem["lengths_k"]}
-        return Packed, where
+            return PackedSeqUsedLayout, where | {"lengths": problem["lengths_k"]}
+        return PackedLayout, where
     if "lengths_k" in problem and "Z" in problem.extents:
-        return Parts, _parts(problem)
+        return QueryPartsLayout, _parts(problem)
     if "lengths_k" in problem:
-        return InUse, {"q_len": q_len, "lengths": problem["lengths_k"]}
-    return Batched, {"q_len": q_len, "kv_len": kv_len}
+        return SeqUsedLayout, {"q_len": q_len, "lengths": problem["lengths_k"]}
+    return BatchedLayout, {"q_len": q_len, "kv_len": kv_len}
 
 
 def _parts(problem: Problem) -> dict[str, Any]:

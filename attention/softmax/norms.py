@@ -32,21 +32,21 @@ class Rms:
         return type(self).__name__.lower()
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are. norm_weights: (head, column). columns: of a row."""
         return {"norm_weights": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
-    def of_rows(self, x, given):
-        """(mean, 1 / deviation) of the rows of a tile; the mean is 0 for this norm. The tile's columns from given.columns on
+    def of_rows(self, x, params):
+        """(mean, 1 / deviation) of the rows of a tile; the mean is 0 for this norm. The tile's columns from params.columns on
         are 0."""
-        return zeros(x.col_vec), rsqrt(row_sum(x * x) / given.columns + given.norm_eps)
+        return zeros(x.col_vec), rsqrt(row_sum(x * x) / params.columns + params.norm_eps)
 
     @inlined
-    def part(self, x, of_rows, head, col, given):
+    def part(self, x, of_rows, head, col, params):
         """Some columns of these rows, normalised: those of a head from column `col` on."""
         _, scale = of_rows
-        return x * scale * self.columns(given.norm_weights, x, head, col)
+        return x * scale * self.columns(params.norm_weights, x, head, col)
 
     @inlined
     def columns(self, of, x, head, col):
@@ -58,29 +58,29 @@ class Layer(Rms):
     """The same of x - mean(x), plus a bias."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Rms. norm_bias: (head, column)."""
         return {"norm_weights": array(2), "norm_bias": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
-    def of_rows(self, x, given):
-        mean = row_sum(x) / given.columns
-        centred = right_fill(x - mean, given.columns, 0.0)
-        return mean, rsqrt(row_sum(centred * centred) / given.columns + given.norm_eps)
+    def of_rows(self, x, params):
+        mean = row_sum(x) / params.columns
+        centred = right_fill(x - mean, params.columns, 0.0)
+        return mean, rsqrt(row_sum(centred * centred) / params.columns + params.norm_eps)
 
     @inlined
-    def part(self, x, of_rows, head, col, given):
+    def part(self, x, of_rows, head, col, params):
         mean, scale = of_rows
-        weights = self.columns(given.norm_weights, x, head, col)
-        return (x - mean) * scale * weights + self.columns(given.norm_bias, x, head, col)
+        weights = self.columns(params.norm_weights, x, head, col)
+        return (x - mean) * scale * weights + self.columns(params.norm_bias, x, head, col)
 
 
 @static
 class Normed(Variant):
     """A variant whose queries are normalised by `norm`."""
 
-    plain = True
-    prepares = True
+    cheap_mask = True
+    prepares_queries = True
 
     norm: Rms
 
@@ -88,16 +88,16 @@ class Normed(Variant):
         return f"{self.norm} queries"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return self.norm.given
+    def params(self) -> dict[str, Any]:
+        return self.norm.params
 
     @inlined
-    def of_queries(self, x, at):
-        return self.norm.of_rows(x, at.given)
+    def query_stats(self, x, ctx):
+        return self.norm.of_rows(x, ctx.params)
 
     @inlined
-    def queries(self, x, of_queries, at, col):
-        return self.norm.part(x, of_queries, at.head, col, at.given)
+    def prepare_queries(self, x, of_queries, ctx, col):
+        return self.norm.part(x, of_queries, ctx.head, col, ctx.params)
 
 
 @dataclass(frozen=True)
@@ -135,17 +135,17 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, X, ALIGNED = config.dtype, rt(ROWS, config.head_dim, fp32), config.aligned
     PART = rt(ROWS, 32, fp32)
-    norm, GIVEN = config.norm, record(**config.norm.given)
+    norm, PARAMS = config.norm, record(**config.norm.params)
 
     @cuda.jit(launch_bounds=(config.threads, 1))
-    def normalise(gX: array(4, INPUT), gOut: array(4, INPUT), given: GIVEN, blocks: INT, heads: INT):
+    def normalise(gX: array(4, INPUT), gOut: array(4, INPUT), params: PARAMS, blocks: INT, heads: INT):
         """The norm of every row of X (batch, row, head, column)."""
-        pair, block = divmod(cuda.blockIdx.x, blocks)
-        batch, head = divmod(pair, heads)
+        batch_head, block = divmod(cuda.blockIdx.x, blocks)
+        batch, head = divmod(batch_head, heads)
         row = ROWS * (WARPS * block + int32(cuda.threadIdx.x // LANES))
-        of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), given)
+        of_rows = norm.of_rows(load(gX, X, (batch, row, head, 0), 1, 3, ALIGNED), params)
         for col in range(0, X.cols, PART.cols):  # again, from near: all at once would take too many registers
             at = batch, row, head, col
-            store(gOut, INPUT(norm.part(load(gX, PART, at, 1, 3, ALIGNED), of_rows, head, col, given)), at, 1, 3, True)
+            store(gOut, INPUT(norm.part(load(gX, PART, at, 1, 3, ALIGNED), of_rows, head, col, params)), at, 1, 3, True)
 
     return normalise, None

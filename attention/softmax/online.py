@@ -1,6 +1,6 @@
 """The softmax of scores that come block by block, as a value: what has been seen of some query rows, and what to do with more.
 
-    seen = Softmax(O).begin(lowest)                        # no key yet, and where the maximum starts
+    state = Softmax(O).init(lowest)                         # no key yet, and where the maximum starts
     seen = seen.moved(s, None, scale, slack)               # a block of scores: the maximum
     p = seen.weights(s, None, scale)                       # ... their weights
     seen = seen.add(p)                                     # ... in the sum that O will be divided by
@@ -36,33 +36,33 @@ def over_sum(o, l):
     return o / (l + TINY)
 
 
-class Seen(NamedTuple):
+class SoftmaxState(NamedTuple):
     """What query rows have seen so far. o: the sum of weights times values, which lags behind by a factor `lag`. m: the
     greatest score, or a little less. l: each lane's share of the sum of weights. Weights are exp2(scale (s - m))."""
 
     o: Any
     m: Any
     l: Any
-    lag: Any
+    o_scale: Any
 
     @inlined
-    def moved(self, s, below, scale, slack):
+    def update_max(self, s, below, scale, slack):
         """The same with the maximum raised for a block of scores; O then lags behind. below: what is subtracted from all scores
         of a row, or None."""
-        return self.raised(row_max(s) if below is None else row_max(s) - below, scale, slack)
+        return self.update_max_to(row_max(s) if below is None else row_max(s) - below, scale, slack)
 
     @inlined
-    def raised(self, top, scale, slack):
+    def update_max_to(self, top, scale, slack):
         """The same, given the greatest score of each row of the block."""
         m = lazy_maximum(self.m, maximum(self.m, top), slack)
-        return Seen(self.o, m, self.l, exp2((self.m - m) * scale))
+        return SoftmaxState(self.o, m, self.l, exp2((self.m - m) * scale))
 
     @inlined
-    def follow(self, m, scale):
+    def follow_max(self, m, scale):
         """The same with a maximum that other warps have found, which also keep the sum of that block's weights; O then lags
         behind."""
-        lag = exp2((self.m - m) * scale)
-        return Seen(self.o, m, self.l * lag, lag)
+        o_scale = exp2((self.m - m) * scale)
+        return SoftmaxState(self.o, m, self.l * o_scale, o_scale)
 
     @inlined
     def weights(self, s, below, scale, deep=False):
@@ -79,32 +79,32 @@ class Seen(NamedTuple):
     @inlined
     def add(self, p):
         """The same with the weights of the last block added to the sum."""
-        return Seen(self.o, self.m, self.l * self.lag + lane_sum(p), self.lag)
+        return SoftmaxState(self.o, self.m, self.l * self.o_scale + lane_sum(p), self.o_scale)
 
     @inlined
-    def plus(self, l):
+    def add_sums(self, l):
         """The same, given each lane's share of the sum of these weights."""
-        return Seen(self.o, self.m, self.l * self.lag + l, self.lag)
+        return SoftmaxState(self.o, self.m, self.l * self.o_scale + l, self.o_scale)
 
     @inlined
-    def rescaled(self):
+    def rescale(self):
         """O, rescaled to the last m: what the product of the last block is added to."""
-        return rescale(self.o, self.lag)
+        return rescale(self.o, self.o_scale)
 
     @inlined
     def merge(self, other, scale):
         """What both have seen together, if their keys are different. Neither may lag behind."""
         m = maximum(self.m, other.m)
         mine, its = exp2((self.m - m) * scale), exp2((other.m - m) * scale)
-        return Seen(self.o * mine + other.o * its, m, self.l * mine + other.l * its, self.lag)
+        return SoftmaxState(self.o * mine + other.o * its, m, self.l * mine + other.l * its, self.o_scale)
 
     @inlined
-    def finish(self, scale, variant, at):
+    def finish(self, scale, variant, ctx):
         """(softmax(S) V, the logarithm of the sum of exp(score)); 0 and -inf for a row that has seen no key. The variant may
         add to the sum, and change the output."""
-        l = variant.total(finish_sum(self.l), self.m, scale, at)
-        o = variant.output(over_sum(self.o, l), at)
-        if variant.deep:
+        l = variant.finish_row_sum(finish_sum(self.l), self.m, scale, ctx)
+        o = variant.output(over_sum(self.o, l), ctx)
+        if variant.allows_low_scores:
             return o, self.m * (scale * LN2) + log2(l) * LN2  # m times the scale may be no float32
         else:
             return o, (self.m * scale + log2(l)) * LN2
@@ -112,14 +112,16 @@ class Seen(NamedTuple):
 
 @static
 class Softmax:
-    """Makes values of Seen for tiles of output like O."""
+    """Makes values of SoftmaxState for tiles of output like O."""
 
     tile: rt
 
     @inlined
-    def begin(self, lowest):
+    def init(self, lowest):
         """Rows that have seen no key yet; the maximum starts at `lowest`."""
-        return Seen(zeros(self.tile), full(self.tile.col_vec, lowest), lane_sum(zeros(self.tile)), zeros(self.tile.col_vec))
+        return SoftmaxState(
+            zeros(self.tile), full(self.tile.col_vec, lowest), lane_sum(zeros(self.tile)), zeros(self.tile.col_vec)
+        )
 
     @inlined
     def resume(self, o, lse, lowest, scale):
@@ -128,7 +130,7 @@ class Softmax:
         top = lse * (LOG2_E / scale)
         m = maximum(top, lowest)
         weight = exp2((top - m) * scale)
-        return Seen(o * weight, m, lane_sum(full(self.few, 1.0 / self.few.cols)) * weight, zeros(self.tile.col_vec))
+        return SoftmaxState(o * weight, m, lane_sum(full(self.few, 1.0 / self.few.cols)) * weight, zeros(self.tile.col_vec))
 
     @property
     def few(self) -> rt:

@@ -11,7 +11,7 @@ from tiles.arguments import array, tiled
 
 
 @static
-class Stored:
+class StoreOutput:
     """The consumers write the output, 16 bytes a lane. The slot of a tile's queries is free once its last scores are computed.
     apart: do rows beyond a sequence's last query belong to no other sequence?"""
 
@@ -22,18 +22,18 @@ class Stored:
         return array(4, of)
 
     @inlined
-    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
+    def begin(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
         """What a consumer's rows of a tile, from `row` on, of a Sequence have seen before their first key."""
-        return softmax.begin(variant.lowest(at, variant.floor))
+        return softmax.init(variant.initial_max(ctx, variant.max_floor))
 
     @inlined
-    def store(self, gO, o, queries, own, row, head):
+    def store(self, gO, o, queries, seq, row, head):
         """Write a consumer's rows of a tile, from `row` on, of a Sequence."""
-        at = own.batch, own.query + row, head, 0
+        at = seq.batch, seq.offset_q + row, head, 0
         if self.apart:
             self.write(gO, o, at)
         else:
-            self.write(truncate(gO, 1, own.query + own.queries), o, at)
+            self.write(truncate(gO, 1, seq.offset_q + seq.seqlen_q), o, at)
 
     @inlined
     def write(self, gO, o, at):
@@ -41,13 +41,13 @@ class Stored:
         warpgroup.store(gO, o, at, rows=1, cols=3, aligned=True)
 
     @inlined
-    def store_sums(self, gLse, lse, own, row, head):
+    def store_sums(self, gLse, lse, seq, row, head):
         """Write the log-sum-exp of these rows."""
-        at = own.batch, head, own.query + row
+        at = seq.batch, head, seq.offset_q + row
         if self.apart:
             warpgroup.store(gLse, lse, at)
         else:
-            warpgroup.store(truncate(gLse, 2, own.query + own.queries), lse, at)
+            warpgroup.store(truncate(gLse, 2, seq.offset_q + seq.seqlen_q), lse, at)
 
     @inlined
     def clear(self, tile, gO, gLse, row, head):
@@ -70,7 +70,7 @@ class Stored:
         """Called when there are no more tiles."""
 
 
-class Unrounded(Stored):
+class StoreFloat32(StoreOutput):
     """The same in float32, for callers that go on adding to it."""
 
     def declared(self, value_dim: int, of: dtype) -> Any:
@@ -81,7 +81,7 @@ class Unrounded(Stored):
         warpgroup.store(gO, o, at, rows=1, cols=3)
 
 
-class Joined(Unrounded):
+class AccumulateOutput(StoreFloat32):
     """The same for queries that have seen other keys before; the arrays hold the result for those."""
 
     @inlined
@@ -89,16 +89,16 @@ class Joined(Unrounded):
         """See Stored: what is nobody's stays as it is."""
 
     @inlined
-    def begin(self, softmax, variant, at, gO, gLse, own, row, scale):
+    def begin(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
         """See Stored. If the variant changes the output, it changes the whole of it."""
-        end = own.query + own.queries
-        gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), own.query + row
-        o = warpgroup.load(gO, softmax.tile, (own.batch, row, at.head, 0), 1, 3, False)
-        lse = warpgroup.load(gLse, softmax.tile.col_vec, (own.batch, at.head, row))
-        return softmax.resume(o / variant.output(1.0, at), lse, variant.lowest(at, variant.floor), scale)
+        end = seq.offset_q + seq.seqlen_q
+        gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), seq.offset_q + row
+        o = warpgroup.load(gO, softmax.tile, (seq.batch, row, ctx.head, 0), 1, 3, False)
+        lse = warpgroup.load(gLse, softmax.tile.col_vec, (seq.batch, ctx.head, row))
+        return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
 
 
-class Sent(Stored):
+class TmaStoreOutput(StoreOutput):
     """TMA writes the output, from the shared memory of the tile's queries, while the next tile begins. No other sequence may
     follow, because it would be overwritten."""
 
@@ -107,9 +107,9 @@ class Sent(Stored):
         return tiled(st(warpgroup.ROWS, value_dim, of), unit=1)
 
     @inlined
-    def store(self, gO, o, queries, own, row, head):
+    def store(self, gO, o, queries, seq, row, head):
         warpgroup.store(queries, queries.dtype(o))
-        warpgroup.tma_store(gO, (own.batch, own.query + row, head), queries)
+        warpgroup.tma_store(gO, (seq.batch, seq.offset_q + row, head), queries)
 
     @inlined
     def release(self, q, r):

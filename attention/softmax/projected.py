@@ -10,16 +10,17 @@ from typing import Any
 
 from tiles.arrays import ALIGNMENT, Operand, c_ordered
 from tiles.launch import kernel_for
-from tiles.program import Fill, Part, Plan, program
+from tiles.plan import ArrayView, Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 
 from . import forward_programs, rotary
 from .backward import backward
-from .backward.norms import PART, Total
+from .backward.norms import PART, SumNormPartials
 from .gradient import ONCE
 from .launches import DTYPES
 
-GIVEN = """
+INPUTS = """
     q       BSHD    tile
     k       BSGD    tile
     v       BSGD    tile
@@ -31,7 +32,7 @@ GIVEN = """
 """
 FORWARD = Schema(
     "projected",
-    f"""{GIVEN.rstrip()}
+    f"""{INPUTS.rstrip()}
     out   BSHD  tile     made
     lse   BHS   float32  made
     rows  BSrD  tile     made
@@ -41,7 +42,7 @@ FORWARD = Schema(
 BACKWARD = Schema(
     "projected_backward",
     f"""
-    dout  BSHD  tile{GIVEN.rstrip()}
+    dout  BSHD  tile{INPUTS.rstrip()}
     out   BSHD  tile
     lse   BHS   float32
     rows  BSrD  tile
@@ -57,7 +58,7 @@ BACKWARD = Schema(
 class _Inner(Problem):
     """The problem of forward or of backward as a part of one of ours, with these operands."""
 
-    def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[Part]):
+    def __init__(self, outer: Problem, schema: Schema, operands: dict[str, Operand | None], parts: list[ArrayView]):
         self.operands, self.outer, self.parts = {n: x for n, x in operands.items() if x is not None}, outer, parts
         problem = schema.problem({name: x.form for name, x in self.operands.items()})
         super().__init__(schema, problem.forms, problem.extents, problem.bits, problem.layout)
@@ -70,11 +71,11 @@ class _Inner(Problem):
         return self.outer.scratch(len(self.parts) + number, shape, dtype)
 
 
-def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[Part]) -> Operand:
+def _heads(problem: Problem, whole: Operand, first: int, count: int, parts: list[ArrayView]) -> Operand:
     """`count` heads of an array (batch, row, head, column), from number `first` on."""
     batch, rows, _, columns = whole.form.shape
     form = whole.form._replace(shape=(batch, rows, count, columns))
-    parts.append(Part(whole.source, first * form.strides[2]))
+    parts.append(ArrayView(whole.source, first * form.strides[2]))
     return Operand(len(problem.schema.places) + len(parts) - 1, form)
 
 
@@ -110,11 +111,11 @@ def _meanwhile(arrays: list, options: tuple, layout: str) -> None:
     if not any([x is not None and getattr(x.owner, "requires_grad", False) for x in arrays]):
         return
     names = FORWARD.names[:-3]
-    given = {name: x.form for name, x in zip(names, arrays) if x is not None}
-    problem = FORWARD.problem(given, layout)
+    forms = {name: x.form for name, x in zip(names, arrays) if x is not None}
+    problem = FORWARD.problem(forms, layout)
     made = {name: c_ordered(*problem.made(name), problem.device) for name in ("out", "lse", "rows")}
-    asked = False, "q_norm" in given, "sink" in given
-    projected_backward.prepare({"dout": made["out"], **given, **made}, (*options[:-1], *asked, options[-1]), layout)
+    asked = False, "q_norm" in forms, "sink" in forms
+    projected_backward.prepare({"dout": made["out"], **forms, **made}, (*options[:-1], *asked, options[-1]), layout)
 
 
 @program(FORWARD, no_gradient=ONCE, meanwhile=_meanwhile)
@@ -129,7 +130,7 @@ def projected(
     family: str | None,
 ) -> Plan:
     """The Plan for out, lse and the rotated rows."""
-    parts: list[Part] = []
+    parts: list[ArrayView] = []
     of, told, tiles = _turning(problem)
     batch, heads, kv_heads = problem("BHG")
     q, k = (_heads(problem, problem["rows"], *of_heads, parts) for of_heads in ((0, heads), (heads, kv_heads)))
@@ -162,7 +163,7 @@ def projected_backward(
 ) -> Plan:
     """The Plan for dx, the gradients of q, k and v one behind the other, and for the gradients of norms and sinks. normed,
     sunk: are there norms? sinks?"""
-    parts: list[Part] = []
+    parts: list[ArrayView] = []
     of, told, tiles = _turning(problem)
     batch, heads, kv_heads, all_rows, columns = problem("BHGrD")
     if all_rows != heads + kv_heads:
@@ -207,7 +208,7 @@ def projected_backward(
             **told,
         ),
     ]
-    cuts, total = -(-columns // PART.cols), Total()
+    cuts, total = -(-columns // PART.cols), SumNormPartials()
     for name, target in made.items():
         adding = kernel_for(total, total, problem.device)
         steps.append(adding.bind(cuts, gParts=sums[name], gSum=target, cuts=cuts, parts=counts[name]))

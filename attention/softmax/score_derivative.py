@@ -1,6 +1,6 @@
 """The derivatives of a score in Python, as another function in Python.
 
-    def bent(s, b, h, i, j, caps):                  # lambda s, b, h, i, j, caps: caps[h] * tanh(s / caps[h])
+    def score_and_grad(s, b, h, i, j, caps):        # lambda s, b, h, i, j, caps: caps[h] * tanh(s / caps[h])
         t0 = caps[h]
         t1 = s / t0
         t2 = tanh(t1)
@@ -95,10 +95,10 @@ class Read(NamedTuple):
 
 
 class Derivatives(NamedTuple):
-    """The derivatives of a score. bent(s, b, h, i, j, *aux): (the score, its derivative with respect to s). even: is that
-    derivative 1?"""
+    """The derivatives of a score. score_and_grad(s, b, h, i, j, *aux): (the score, its derivative with respect to s).
+    even: is that derivative 1?"""
 
-    bent: Callable
+    score_and_grad: Callable
     even: bool
     reads: tuple[Read, ...]
 

@@ -10,7 +10,7 @@ from ops import abs, col_index, exp2, full, load, maximum, minimum, row_index, t
 from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.arguments import FLOAT, array
 
-from .variants import Keys, Queries, Variant
+from .variants import KeyRange, QueryRange, Variant
 
 STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 
@@ -18,22 +18,22 @@ STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
 class Capped(Variant):
     """cap tanh(score / cap), in units of the cap."""
 
-    scored = measures = bends = True
-    folds = False
+    changes_scores = needs_raw_scores = nonlinear = True
+    fits_folded_backward = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. per_cap: the unit of scores before, divided by the cap."""
         return {"per_cap": FLOAT}
 
     @inlined
-    def score(self, s, at, key):
-        return tanh(s * at.given.per_cap)
+    def score(self, s, ctx, key):
+        return tanh(s * ctx.params.per_cap)
 
     @inlined
-    def bent(self, s, at, key):
+    def score_and_grad(self, s, ctx, key):
         """See Variant: cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
-        s = self.score(s, at, key)
+        s = self.score(s, ctx, key)
         return s, 1.0 - s * s
 
 
@@ -47,88 +47,88 @@ class Sloped(Variant):
     nothing. Gradients, whose warps have 16 keys each, add and subtract in all blocks, counted from the warp's eighth key:
     weights are off by slope 2^-20 (2 % at 20000)."""
 
-    scored = measures = True
+    changes_scores = needs_raw_scores = True
 
     ordered: bool
     last: bool
 
     @property
-    def by_rows(self) -> bool:  # type: ignore[override]
+    def has_row_offset(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return self.ordered and self.last
 
-    adds = by_rows
-    folds = False
+    adds_late = has_row_offset
+    fits_folded_backward = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. slopes: (batch, head). per_slope: 1 / the unit of scores."""
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
-    def keys(self, first, last, at):
-        return Keys(0, at.keys, 0, min(at.keys, first + at.shift) if self.by_rows else at.keys)
+    def key_range(self, first, last, ctx):
+        return KeyRange(0, ctx.seqlen_k, 0, min(ctx.seqlen_k, first + ctx.shift) if self.has_row_offset else ctx.seqlen_k)
 
     @inlined
-    def seers(self, first, last, at):
-        return Queries(0, at.queries, max(0, last - at.shift + 1) if self.by_rows else 0, at.queries)
+    def query_range(self, first, last, ctx):
+        return QueryRange(0, ctx.seqlen_q, max(0, last - ctx.shift + 1) if self.has_row_offset else 0, ctx.seqlen_q)
 
     @inlined
-    def score(self, s, at, key):
-        if self.by_rows:
-            return s + col_index(s.row_vec) * at.kept
+    def score(self, s, ctx, key):
+        if self.has_row_offset:
+            return s + col_index(s.row_vec) * ctx.precomputed
         elif self.ordered:
-            return s - (self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+            return s - (self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
-            return s - abs(self.place(s, at, key) - col_index(s.row_vec)) * at.kept
+            return s - abs(self.alibi_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
 
     @inlined
-    def score_near(self, s, at, key):
-        if self.by_rows:
-            return s - (self.stands(s, at, key) - col_index(s.row_vec)) * at.kept
+    def score_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
+            return s - (self.aligned_position(s, ctx, key) - col_index(s.row_vec)) * ctx.precomputed
         else:
-            return self.score(s, at, key)
+            return self.score(s, ctx, key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
-        return self.score_near(s, at, key)
+    def score_in_edge_block_by(self, s, fetched, ctx, key):
+        return self.score_in_edge_block(s, ctx, key)
 
     @inlined
-    def bent(self, s, at, key):
-        return (s if self.adds else self.score(s, at, key)), 1.0
+    def score_and_grad(self, s, ctx, key):
+        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
-        return (col_index(s.row_vec) - float(s.cols // 2)) * (at.kept * scale)
+    def late_term(self, s, ctx, key, scale):
+        return (col_index(s.row_vec) - float(s.cols // 2)) * (ctx.precomputed * scale)
 
     @inlined
-    def below(self, s, at, key):
-        if self.by_rows:
-            return self.place(s, at, key) * at.kept
+    def row_offset(self, s, ctx, key):
+        if self.has_row_offset:
+            return self.alibi_position(s, ctx, key) * ctx.precomputed
         else:
             return None
 
     @inlined
-    def below_near(self, s, at, key):
-        if self.by_rows:
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
             return zeros(s.col_vec)
         else:
             return None
 
     @inlined
-    def keep(self, at):
+    def precompute(self, ctx):
         """See Variant: the head's slope, in units of scores."""
-        return at.given.slopes[at.batch, at.head] * at.given.per_slope
+        return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
 
     @inlined
-    def stands(self, s, at, key):
+    def aligned_position(self, s, ctx, key):
         """Where the rows' queries stand, counted from `key`."""
-        return row_index(s.col_vec) + int32(at.row + at.shift - key)
+        return row_index(s.col_vec) + int32(ctx.row + ctx.shift - key)
 
     @inlined
-    def place(self, s, at, key):
+    def alibi_position(self, s, ctx, key):
         """Where they stand in the formula."""
-        return self.stands(s, at, key)
+        return self.aligned_position(s, ctx, key)
 
 
 @static
@@ -138,7 +138,7 @@ class SlopedBy(Sloped):
     slope: Callable
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. per_function_slope: 1 / the unit of scores, which may be another than that of `alibi` beside it."""
         return {"per_function_slope": FLOAT}
 
@@ -147,20 +147,20 @@ class SlopedBy(Sloped):
         return {"per_function_slope": 1 / unit}, unit
 
     @inlined
-    def keep(self, at):
-        return self.slope(at.batch, at.head, *at.aux) * at.given.per_function_slope
+    def precompute(self, ctx):
+        return self.score_grad(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
 
     @inlined
-    def below_near(self, s, at, key):
-        if self.by_rows:
-            return zeros(s.col_vec) - float32(at.shift) * at.kept
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.has_row_offset:
+            return zeros(s.col_vec) - float32(ctx.shift) * ctx.precomputed
         else:
             return None
 
     @inlined
-    def place(self, s, at, key):
+    def alibi_position(self, s, ctx, key):
         """See Sloped: a function's queries are counted from 0."""
-        return row_index(s.col_vec) + int32(at.row - key)
+        return row_index(s.col_vec) + int32(ctx.row - key)
 
 
 @static
@@ -168,25 +168,25 @@ class Biased(Variant):
     """score + bias[b, h, i, j]. last: does no function follow that needs the score itself? whole: are scores brought to units
     of 1, in which the least number that a bias may have is finite? (Gradients need no such number.)"""
 
-    scored = measures = True
-    loads = True
-    lean = folds = light = False
+    changes_scores = needs_raw_scores = True
+    reads_score_matrix = True
+    fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     last: bool
     whole: bool = False
 
     @property
-    def deep(self) -> bool:  # type: ignore[override]
+    def allows_low_scores(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return self.whole
 
     @property
-    def adds(self) -> bool:  # type: ignore[override]
+    def adds_late(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return self.last
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores, or that unit if they are brought to
         units of 1."""
         return {"bias": array(4), "per_bias": FLOAT}
@@ -196,33 +196,33 @@ class Biased(Variant):
         return ({"per_bias": unit}, 1.0) if self.whole else ({"per_bias": 1 / unit}, unit)
 
     @inlined
-    def per_unit(self, at):
+    def per_unit(self, ctx):
         """What a bias is multiplied by."""
         if self.whole:
             return 1.0
         else:
-            return at.given.per_bias
+            return ctx.params.per_bias
 
     @inlined
-    def units(self, s, at):
+    def units(self, s, ctx):
         """The scores in the units of what is added."""
         if self.whole:
-            return s * at.given.per_bias
+            return s * ctx.params.per_bias
         else:
             return s
 
     @inlined
-    def score(self, s, at, key):
-        return self.units(s, at) + self.added(s, at, key, 1.0)
+    def score(self, s, ctx, key):
+        return self.units(s, ctx) + self.late_term(s, ctx, key, 1.0)
 
     @inlined
-    def bent(self, s, at, key):
-        return (s if self.adds else self.score(s, at, key)), 1.0
+    def score_and_grad(self, s, ctx, key):
+        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
-        at_bias, unit = (at.batch, at.head, at.row, int32(key)), self.per_unit(at) * scale
-        return load(at.given.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
+    def late_term(self, s, ctx, key, scale):
+        at_bias, unit = (ctx.batch, ctx.head, ctx.row, int32(key)), self.per_unit(ctx) * scale
+        return load(ctx.params.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
 
 
 @static
@@ -230,44 +230,44 @@ class BiasedByKey(Biased):
     """score + bias[b, h, j], for a bias with one row for all queries. It is read once for each column of a tile, not once for
     each score. adjacent: are its numbers contiguous?"""
 
-    fetches = lean = folds = light = True
+    prefetches_columns = fits_narrow_backward = fits_folded_backward = fits_wide_backward = True
 
     adjacent: bool = False
 
     @inlined
-    def fetch(self, spec, at, key):
-        at_bias = at.batch, at.head, int32(0), int32(key)
-        return load(at.given.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(at)
+    def prefetch(self, spec, ctx, key):
+        at_bias = ctx.batch, ctx.head, int32(0), int32(key)
+        return load(ctx.params.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(ctx)
 
     @inlined
-    def score_by(self, s, fetched, at, key):
-        return self.units(s, at) + fetched
+    def score_by(self, s, fetched, ctx, key):
+        return self.units(s, ctx) + fetched
 
     @inlined
-    def added(self, s, at, key, scale):
-        return self.fetch(rt(s.rows, s.cols, fp32, s.layout), at, key) * scale
+    def late_term(self, s, ctx, key, scale):
+        return self.prefetch(rt(s.rows, s.cols, fp32, s.layout), ctx, key) * scale
 
 
 @static
 class BiasedByTile(Biased):
-    """The same in tiles that TMA loads (bias_tiles.py): given.bias is the consumer's part, in registers."""
+    """The same in tiles that TMA loads (bias_tiles.py): params.bias is the consumer's part, in registers."""
 
     loads, lean = False, True
 
     of: dtype = bf16
 
     @property
-    def brings(self) -> dtype:  # type: ignore[override]
+    def tma_bias(self) -> dtype:  # type: ignore[override]
         """See Variant."""
         return self.of
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"per_bias": FLOAT}
 
     @inlined
-    def added(self, s, at, key, scale):
-        return fp32(at.given.bias) * (self.per_unit(at) * scale)
+    def late_term(self, s, ctx, key, scale):
+        return fp32(ctx.params.bias) * (self.per_unit(ctx) * scale)
 
 
 @static
@@ -275,13 +275,13 @@ class Scored(Variant):
     """function(score, b, h, i, j, *aux), with scores in units of 1. It gets a tile of scores, a vector i of queries and a
     vector j of keys."""
 
-    scored = measures = deep = True
-    lean = folds = light = False
+    changes_scores = needs_raw_scores = allows_low_scores = True
+    fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     function: Callable
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. score_unit: that of scores before."""
         return {"score_unit": FLOAT}
 
@@ -290,9 +290,9 @@ class Scored(Variant):
         return {"score_unit": unit}, 1.0
 
     @inlined
-    def score(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        return self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+    def score(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        return self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
 @static
@@ -317,40 +317,40 @@ class ScoredBack(Scored):
     even: bool
 
     @property
-    def bends(self) -> bool:  # type: ignore[override]
+    def nonlinear(self) -> bool:  # type: ignore[override]
         """See Variant."""
         return not self.even
 
     @inlined
-    def score(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
-        s = self.function(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
-        return where(i < at.queries, s, -math.inf)
+    def score(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
+        s = self.function(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
+        return where(i < ctx.seqlen_q, s, -math.inf)
 
     @inlined
-    def bent(self, s, at, key):
-        i, j = row_index(s.col_vec) + at.row, col_index(s.row_vec) + int32(key)
+    def score_and_grad(self, s, ctx, key):
+        i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
-        s, slope = self.both(s * at.given.score_unit, at.batch, at.head, i, j, *at.aux)
+        s, slope = self.both(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
         slope = maximum(minimum(full(tile, -0.0) + slope, STEEPEST), -STEEPEST)
-        return where(i < at.queries, s, -math.inf), slope
+        return where(i < ctx.seqlen_q, s, -math.inf), slope
 
 
 class Sunk(Variant):
     """exp(sink), a number for each head, is added to the sum of weights: like a key without a value."""
 
-    measures = True
+    needs_raw_scores = True
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See Variant. sinks: (head). per_sink: 1 / the unit of scores."""
         return {"sinks": array(1), "per_sink": FLOAT}
 
     @inlined
-    def lowest(self, at, floor):
+    def initial_max(self, ctx, floor):
         """See Variant: the maximum is not below the sink, whose weight is therefore never above 1."""
-        return maximum(floor, at.given.sinks[at.head] * at.given.per_sink)
+        return maximum(floor, ctx.params.sinks[ctx.head] * ctx.params.per_sink)
 
     @inlined
-    def total(self, l, m, scale, at):
-        return l + exp2((at.given.sinks[at.head] * at.given.per_sink - m) * scale)
+    def finish_row_sum(self, l, m, scale, ctx):
+        return l + exp2((ctx.params.sinks[ctx.head] * ctx.params.per_sink - m) * scale)

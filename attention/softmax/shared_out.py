@@ -2,12 +2,12 @@
 query heads that share a key head are rows of one tile, and multiprocessors work on different parts of the keys."""
 
 from tiles.device import machine
-from tiles.program import Plan
+from tiles.plan import Plan
 from tiles.schema import Problem
 
 from .decode import ampere, hopper
-from .decode.caches import Dense
-from .decode.launches import TILES, Before, DecodeOptions, of_few, shared_out
+from .decode.caches import DenseLoader
+from .decode.launches import TILES, AppendPlan, DecodeOptions, of_few, shared_out
 from .decode.norms import AS_THEY_ARE, Norms
 from .hopper import MANY
 from .planning import scale_of
@@ -32,6 +32,6 @@ def planned(problem: Problem, causal: bool, scale: float | None, return_lse: boo
     """The Plan of such a call, by decode's kernels. All keys are in use."""
     (keys,) = problem("T")
     options = DecodeOptions(causal, None, None, None, scale_of(problem, scale), None, None, [])
-    before, norms = Before([], [], problem["q"], {"keys": keys}), Norms([], [], AS_THEY_ARE, {}, {})
-    lse, cache = problem["lse"] if return_lse else None, Dense(problem.bytes_at_once(*TILES))
+    before, norms = AppendPlan([], [], problem["q"], {"keys": keys}), Norms([], [], AS_THEY_ARE, {}, {})
+    lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
     return of_few(problem, options, before, norms, cache, {}, keys, None, None, problem["out"], lse)

@@ -19,24 +19,24 @@ from tiles.arguments import Record, array, listed
 from .online import LOWEST, LOWEST_FLOAT
 
 
-class At(NamedTuple):
-    """Where a warp's rows of scores stand. batch, head: of the queries; a packed sequence is a batch. row: the query of the
-    first one. shift: query i and key i + shift stand at the same place. queries, keys: how many there are. given, aux: the
-    kernel's arguments that the variant reads, and those that functions in Python do. kept: what the variant reads of memory
-    once a tile, `keep(at)`."""
+class ScoreContext(NamedTuple):
+    """Which tile of scores a variant gets. batch, head: of the queries; a packed sequence counts as a batch. row: the query of
+    the warp's first row. shift: query i is aligned with key i + shift (bottom right). seqlen_q, seqlen_k: of the sequence.
+    params, aux: the kernel's arguments that the variant reads, and the arrays that functions in Python read. precomputed: what
+    the variant reads from memory once a tile, `precompute(ctx)`."""
 
     batch: Any
     head: Any
     row: Any
     shift: Any
-    queries: Any
-    keys: Any
-    given: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    params: Any
     aux: Any
-    kept: Any
+    precomputed: Any
 
 
-class Keys(NamedTuple):
+class KeyRange(NamedTuple):
     """What some rows see: no key outside [first, end), and all of them every key in [inner_first, inner_end)."""
 
     first: Any
@@ -45,7 +45,7 @@ class Keys(NamedTuple):
     inner_end: Any
 
 
-class Queries(NamedTuple):
+class QueryRange(NamedTuple):
     """Which queries see some keys: none outside [first, end), and every one in [inner_first, inner_end) sees all of them."""
 
     first: Any
@@ -64,162 +64,162 @@ class Variant:
     """Every query sees every key, and scores stay as they are. The attributes below are what kernels and planners ask of a
     variant."""
 
-    everything = True  # do all queries see all keys?
-    from_first = True  # do all queries see the first key?
-    rising = False  # do later queries see more keys?
-    scored = False  # does it change scores, which takes time?
-    measures = False  # does it take scores in units of the softmax's scale only?
-    computed = True  # does which keys are seen follow from positions alone?
-    by_rows = False  # is anything subtracted from all scores of a row, in blocks of keys that the mask does not cut?
-    ends_early = False  # may all queries' windows end ahead of the last key?
-    within = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
-    plain = False  # do tiles take as long as in plain or causal attention?
-    draws = False  # does it draw random numbers, which takes many registers?
-    lean = (
+    sees_all_keys = True  # do all queries see all keys?
+    starts_at_zero = True  # do all queries see the first key?
+    monotonic = False  # do later queries see more keys?
+    changes_scores = False  # does it change scores, which takes time?
+    needs_raw_scores = False  # does it take scores in units of the softmax's scale only?
+    positional = True  # does which keys are seen follow from positions alone?
+    has_row_offset = False  # is anything subtracted from all scores of a row, in blocks of keys that the mask does not cut?
+    may_end_early = False  # may all queries' windows end ahead of the last key?
+    ends_at_last_key = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
+    cheap_mask = False  # do tiles take as long as in plain or causal attention?
+    uses_random = False  # does it draw random numbers, which takes many registers?
+    fits_narrow_backward = (
         True  # do gradients of narrow heads go the way of plain ones (backward/hopper_narrow.py), which has few registers left?
     )
-    loads = False  # does it read a number for each score, which takes as many registers?
-    fetches = False  # if so, does it read only one number for each column, while products run?
-    brings = None  # does TMA bring what it reads for each score (bias_tiles.py), and of which dtype?
-    prepares = False  # does it change the queries, before the scores?
-    adds = False  # does it add to scores something that can be added later, when weights are found (`added`)?
-    folds = True  # the same of heads of 128 columns (backward/hopper_folded.py)?
-    light = True  # and of wide heads (backward/hopper_wide.py)?
-    deep = False  # may all scores of a row be very low numbers, and count (online.py)?
-    bends = False  # is the derivative of a changed score by the original one other than 1?
+    reads_score_matrix = False  # does it read a number for each score, which takes as many registers?
+    prefetches_columns = False  # if so, does it read only one number for each column, while products run?
+    tma_bias = None  # does TMA bring what it reads for each score (bias_tiles.py), and of which dtype?
+    prepares_queries = False  # does it change the queries, before the scores?
+    adds_late = False  # does it add to scores something that can be added later, when weights are found (`added`)?
+    fits_folded_backward = True  # the same of heads of 128 columns (backward/hopper_folded.py)?
+    fits_wide_backward = True  # and of wide heads (backward/hopper_wide.py)?
+    allows_low_scores = False  # may all scores of a row be very low numbers, and count (online.py)?
+    nonlinear = False  # is the derivative of a changed score by the original one other than 1?
 
     def __str__(self):
         return type(self).__name__.lower()
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The kernel's arguments that it reads, and what they are."""
         return {}
 
     @property
-    def floor(self) -> float:
+    def max_floor(self) -> float:
         """Where the maximum of scores starts at the lowest."""
-        return LOWEST_FLOAT if self.deep else LOWEST
+        return LOWEST_FLOAT if self.allows_low_scores else LOWEST
 
     @inlined
-    def of_queries(self, x, at):
+    def query_stats(self, x, ctx):
         """What `queries` must know of whole rows of a tile of queries."""
         return None
 
     @inlined
-    def queries(self, x, of_queries, at, col):
+    def prepare_queries(self, x, of_queries, ctx, col):
         """Some columns of a tile of queries, from column `col` on, as the variant changes them."""
         return x
 
     @inlined
-    def ahead(self, spec, col, given):
+    def prefetch_query_params(self, spec, col, params):
         """What `queries_by` reads from memory for some columns, a vector of type `spec`. It is loaded before the queries
         arrive."""
         return 0
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, at, col):
+    def prepare_queries_by(self, x, of_queries, ahead, ctx, col):
         """queries(x, of_queries, at, col), with what was loaded ahead."""
-        return self.queries(x, of_queries, at, col)
+        return self.prepare_queries(x, of_queries, ctx, col)
 
     @inlined
-    def keys(self, first, last, at):
+    def key_range(self, first, last, ctx):
         """The Keys of rows `first` to `last`."""
-        return Keys(0, at.keys, 0, at.keys)
+        return KeyRange(0, ctx.seqlen_k, 0, ctx.seqlen_k)
 
     @inlined
-    def seers(self, first, last, at):
+    def query_range(self, first, last, ctx):
         """The Queries of keys `first` to `last`: what `keys` says, asked from the other side."""
-        return Queries(0, at.queries, 0, at.queries)
+        return QueryRange(0, ctx.seqlen_q, 0, ctx.seqlen_q)
 
     @inlined
-    def keep(self, at):
-        """What is read from memory once for a tile, and not once for each block of keys; it becomes at.kept."""
+    def precompute(self, ctx):
+        """What is read from memory once for a tile, and not once for each block of keys; it becomes ctx.precomputed."""
         return 0
 
     @inlined
-    def score(self, s, at, key):
+    def score(self, s, ctx, key):
         """A tile of scores, whose first key is `key`, as the variant changes them."""
         return s
 
     @inlined
-    def fetch(self, spec, at, key):
+    def prefetch(self, spec, ctx, key):
         """What `score_by` reads from memory for a tile of scores of type `spec`. It is loaded while products run."""
         return 0
 
     @inlined
-    def score_by(self, s, fetched, at, key):
+    def score_by(self, s, fetched, ctx, key):
         """score(s, at, key), with what was fetched."""
-        return self.score(s, at, key)
+        return self.score(s, ctx, key)
 
     @inlined
-    def score_near(self, s, at, key):
+    def score_in_edge_block(self, s, ctx, key):
         """score(s, at, key) in a block that the mask cuts, where a row's nearest keys may be; what is below is `below_near`."""
-        return self.score(s, at, key)
+        return self.score(s, ctx, key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
+    def score_in_edge_block_by(self, s, fetched, ctx, key):
         """score_near(s, at, key), with what was fetched."""
-        return self.score_by(s, fetched, at, key)
+        return self.score_by(s, fetched, ctx, key)
 
     @inlined
-    def bent(self, s, at, key):
+    def score_and_grad(self, s, ctx, key):
         """(score(s, at, key) without what is `added` later, its derivative by s, both in the units of s)."""
-        return self.score(s, at, key), 1.0
+        return self.score(s, ctx, key), 1.0
 
     @inlined
-    def added(self, s, at, key, scale):
+    def late_term(self, s, ctx, key, scale):
         """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile. With
         it goes what is `below` for the key in the middle of the tile."""
         return 0.0
 
     @inlined
-    def below(self, s, at, key):
+    def row_offset(self, s, ctx, key):
         """What must also be subtracted from all scores s of a row, as a vector; None if there is nothing."""
         return None
 
     @inlined
-    def below_near(self, s, at, key):
+    def row_offset_in_edge_block(self, s, ctx, key):
         """The same in a block that the mask cuts."""
         return None
 
     @inlined
-    def mask(self, s, at, key, hidden):
+    def mask(self, s, ctx, key, hidden):
         """The scores, with `hidden` in place of those that are not seen."""
         return s
 
     @inlined
-    def drop(self, p, at, key):
+    def drop(self, p, ctx, key):
         """A tile of weights, whose first key is `key`, without those that are dropped. The sum has counted all of them."""
         return p
 
     @inlined
-    def output(self, o, at):
+    def output(self, o, ctx):
         """The output, given the weighted mean of the values."""
         return o
 
     @inlined
-    def marked(self, p, at, key):
+    def mark_dropped(self, p, ctx, key):
         """For gradients: a tile of weights, whose first key is `key`, in which those that are dropped have a negative sign."""
         return p
 
     @inlined
-    def left(self, p):
+    def remove_dropped(self, p):
         """Marked weights without those that are dropped."""
         return p
 
     @inlined
-    def slope(self, p, dp, delta, at):
+    def score_grad(self, p, dp, delta, ctx):
         """The gradient of scores by that of weights, dp; p: marked weights, delta: the sum of each row's dp p."""
         return p * (dp - delta)
 
     @inlined
-    def lowest(self, at, floor):
+    def initial_max(self, ctx, floor):
         """Where the maximum of scores starts: not below `floor`, where it starts if nothing else is said."""
         return floor
 
     @inlined
-    def total(self, l, m, scale, at):
+    def finish_row_sum(self, l, m, scale, ctx):
         """The sum of weights exp2(scale (s - m)), and what joins it."""
         return l
 
@@ -228,17 +228,17 @@ class Variant:
 class Unforeseen(Variant):
     """Which keys a query sees does not follow from positions: a function or a map must be asked."""
 
-    everything = False
-    computed = False
-    rising = True  # it is true of most masks
+    sees_all_keys = False
+    positional = False
+    monotonic = True  # it is true of most masks
 
     @inlined
-    def keys(self, first, last, at):
-        return Keys(0, at.keys, at.keys, 0)
+    def key_range(self, first, last, ctx):
+        return KeyRange(0, ctx.seqlen_k, ctx.seqlen_k, 0)
 
     @inlined
-    def seers(self, first, last, at):
-        return Queries(0, at.queries, at.queries, 0)
+    def query_range(self, first, last, ctx):
+        return QueryRange(0, ctx.seqlen_q, ctx.seqlen_q, 0)
 
 
 @static
@@ -252,47 +252,47 @@ class Both(Variant):
         return f"{self.one} {self.other}"
 
     @property
-    def given(self) -> dict[str, Any]:
-        return self.one.given | self.other.given
+    def params(self) -> dict[str, Any]:
+        return self.one.params | self.other.params
 
     @property
-    def brings(self) -> dtype | None:  # type: ignore[override]
+    def tma_bias(self) -> dtype | None:  # type: ignore[override]
         """See Variant. Only one of them does."""
-        return self.one.brings or self.other.brings
+        return self.one.tma_bias or self.other.tma_bias
 
     @inlined
-    def of_queries(self, x, at):
+    def query_stats(self, x, ctx):
         """See Variant. Only one of them prepares queries."""
-        if self.one.prepares:
-            return self.one.of_queries(x, at)
+        if self.one.prepares_queries:
+            return self.one.query_stats(x, ctx)
         else:
-            return self.other.of_queries(x, at)
+            return self.other.query_stats(x, ctx)
 
     @inlined
-    def queries(self, x, of_queries, at, col):
-        if self.one.prepares:
-            return self.one.queries(x, of_queries, at, col)
+    def prepare_queries(self, x, of_queries, ctx, col):
+        if self.one.prepares_queries:
+            return self.one.prepare_queries(x, of_queries, ctx, col)
         else:
-            return self.other.queries(x, of_queries, at, col)
+            return self.other.prepare_queries(x, of_queries, ctx, col)
 
     @inlined
-    def ahead(self, spec, col, given):
-        if self.one.prepares:
-            return self.one.ahead(spec, col, given)
+    def prefetch_query_params(self, spec, col, params):
+        if self.one.prepares_queries:
+            return self.one.prefetch_query_params(spec, col, params)
         else:
-            return self.other.ahead(spec, col, given)
+            return self.other.prefetch_query_params(spec, col, params)
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, at, col):
-        if self.one.prepares:
-            return self.one.queries_by(x, of_queries, ahead, at, col)
+    def prepare_queries_by(self, x, of_queries, ahead, ctx, col):
+        if self.one.prepares_queries:
+            return self.one.prepare_queries_by(x, of_queries, ahead, ctx, col)
         else:
-            return self.other.queries_by(x, of_queries, ahead, at, col)
+            return self.other.prepare_queries_by(x, of_queries, ahead, ctx, col)
 
     @inlined
-    def keys(self, first, last, at):
-        one, other = self.one.keys(first, last, at), self.other.keys(first, last, at)
-        return Keys(
+    def key_range(self, first, last, ctx):
+        one, other = self.one.key_range(first, last, ctx), self.other.key_range(first, last, ctx)
+        return KeyRange(
             max(one.first, other.first),
             min(one.end, other.end),
             max(one.inner_first, other.inner_first),
@@ -300,9 +300,9 @@ class Both(Variant):
         )
 
     @inlined
-    def seers(self, first, last, at):
-        one, other = self.one.seers(first, last, at), self.other.seers(first, last, at)
-        return Queries(
+    def query_range(self, first, last, ctx):
+        one, other = self.one.query_range(first, last, ctx), self.other.query_range(first, last, ctx)
+        return QueryRange(
             max(one.first, other.first),
             min(one.end, other.end),
             max(one.inner_first, other.inner_first),
@@ -310,106 +310,106 @@ class Both(Variant):
         )
 
     @inlined
-    def keep(self, at):
-        return self.one.keep(at), self.other.keep(at)
+    def precompute(self, ctx):
+        return self.one.precompute(ctx), self.other.precompute(ctx)
 
     @inlined
-    def score(self, s, at, key):
-        s = self.one.score(s, at._replace(kept=at.kept[0]), key)
-        return self.other.score(s, at._replace(kept=at.kept[1]), key)
+    def score(self, s, ctx, key):
+        s = self.one.score(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def fetch(self, spec, at, key):
-        return self.one.fetch(spec, at, key), self.other.fetch(spec, at, key)
+    def prefetch(self, spec, ctx, key):
+        return self.one.prefetch(spec, ctx, key), self.other.prefetch(spec, ctx, key)
 
     @inlined
-    def score_by(self, s, fetched, at, key):
-        s = self.one.score_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
-        return self.other.score_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+    def score_by(self, s, fetched, ctx, key):
+        s = self.one.score_by(s, fetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_by(s, fetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def score_near(self, s, at, key):
-        s = self.one.score_near(s, at._replace(kept=at.kept[0]), key)
-        return self.other.score_near(s, at._replace(kept=at.kept[1]), key)
+    def score_in_edge_block(self, s, ctx, key):
+        s = self.one.score_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def score_near_by(self, s, fetched, at, key):
-        s = self.one.score_near_by(s, fetched[0], at._replace(kept=at.kept[0]), key)
-        return self.other.score_near_by(s, fetched[1], at._replace(kept=at.kept[1]), key)
+    def score_in_edge_block_by(self, s, fetched, ctx, key):
+        s = self.one.score_in_edge_block_by(s, fetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_in_edge_block_by(s, fetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def bent(self, s, at, key):
-        s, first = self.one.bent(s, at._replace(kept=at.kept[0]), key)
-        s, then = self.other.bent(s, at._replace(kept=at.kept[1]), key)
-        if self.one.bends and self.other.bends:
+    def score_and_grad(self, s, ctx, key):
+        s, first = self.one.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        s, then = self.other.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        if self.one.nonlinear and self.other.nonlinear:
             return s, first * then
-        elif self.one.bends:
+        elif self.one.nonlinear:
             return s, first
         else:
             return s, then
 
     @inlined
-    def added(self, s, at, key, scale):
-        if self.one.adds and self.other.adds:
-            one = self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
-            return one + self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
-        elif self.one.adds:
-            return self.one.added(s, at._replace(kept=at.kept[0]), key, scale)
+    def late_term(self, s, ctx, key, scale):
+        if self.one.adds_late and self.other.adds_late:
+            one = self.one.late_term(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
+            return one + self.other.late_term(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
+        elif self.one.adds_late:
+            return self.one.late_term(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
         else:
-            return self.other.added(s, at._replace(kept=at.kept[1]), key, scale)
+            return self.other.late_term(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
 
     @inlined
-    def below(self, s, at, key):
+    def row_offset(self, s, ctx, key):
         """See Variant. Only one of them has any."""
-        if self.one.by_rows:
-            return self.one.below(s, at._replace(kept=at.kept[0]), key)
+        if self.one.has_row_offset:
+            return self.one.row_offset(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
         else:
-            return self.other.below(s, at._replace(kept=at.kept[1]), key)
+            return self.other.row_offset(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def below_near(self, s, at, key):
-        if self.one.by_rows:
-            return self.one.below_near(s, at._replace(kept=at.kept[0]), key)
+    def row_offset_in_edge_block(self, s, ctx, key):
+        if self.one.has_row_offset:
+            return self.one.row_offset_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
         else:
-            return self.other.below_near(s, at._replace(kept=at.kept[1]), key)
+            return self.other.row_offset_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def mask(self, s, at, key, hidden):
-        return self.other.mask(self.one.mask(s, at, key, hidden), at, key, hidden)
+    def mask(self, s, ctx, key, hidden):
+        return self.other.mask(self.one.mask(s, ctx, key, hidden), ctx, key, hidden)
 
     @inlined
-    def drop(self, p, at, key):
-        p = self.one.drop(p, at._replace(kept=at.kept[0]), key)
-        return self.other.drop(p, at._replace(kept=at.kept[1]), key)
+    def drop(self, p, ctx, key):
+        p = self.one.drop(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.drop(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def output(self, o, at):
-        return self.other.output(self.one.output(o, at), at)
+    def output(self, o, ctx):
+        return self.other.output(self.one.output(o, ctx), ctx)
 
     @inlined
-    def marked(self, p, at, key):
-        p = self.one.marked(p, at._replace(kept=at.kept[0]), key)
-        return self.other.marked(p, at._replace(kept=at.kept[1]), key)
+    def mark_dropped(self, p, ctx, key):
+        p = self.one.mark_dropped(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.mark_dropped(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def left(self, p):
-        return self.other.left(self.one.left(p))
+    def remove_dropped(self, p):
+        return self.other.remove_dropped(self.one.remove_dropped(p))
 
     @inlined
-    def slope(self, p, dp, delta, at):
+    def score_grad(self, p, dp, delta, ctx):
         """See Variant. Only one of them marks weights."""
-        if self.one.draws:
-            return self.one.slope(p, dp, delta, at)
+        if self.one.uses_random:
+            return self.one.score_grad(p, dp, delta, ctx)
         else:
-            return self.other.slope(p, dp, delta, at)
+            return self.other.score_grad(p, dp, delta, ctx)
 
     @inlined
-    def lowest(self, at, floor):
-        return maximum(self.one.lowest(at, floor), self.other.lowest(at, floor))
+    def initial_max(self, ctx, floor):
+        return maximum(self.one.initial_max(ctx, floor), self.other.initial_max(ctx, floor))
 
     @inlined
-    def total(self, l, m, scale, at):
-        return self.other.total(self.one.total(l, m, scale, at), m, scale, at)
+    def finish_row_sum(self, l, m, scale, ctx):
+        return self.other.finish_row_sum(self.one.finish_row_sum(l, m, scale, ctx), m, scale, ctx)
 
 
 def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
@@ -417,7 +417,10 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 
-for _name in "everything from_first computed plain lean folds light".split():
-    setattr(Both, _name, _of_both(_name, all))
-for _name in "rising scored measures by_rows ends_early within draws loads fetches prepares adds deep bends".split():
-    setattr(Both, _name, _of_both(_name, any))
+TRUE_OF_ALL = """sees_all_keys starts_at_zero positional cheap_mask fits_narrow_backward fits_folded_backward
+    fits_wide_backward"""
+TRUE_OF_ANY = """monotonic changes_scores needs_raw_scores has_row_offset may_end_early ends_at_last_key uses_random
+    reads_score_matrix prefetches_columns prepares_queries adds_late allows_low_scores nonlinear"""
+for _names, _fold in ((TRUE_OF_ALL, all), (TRUE_OF_ANY, any)):
+    for _name in _names.split():
+        setattr(Both, _name, _of_both(_name, _fold))

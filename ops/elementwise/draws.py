@@ -1,7 +1,6 @@
 """Random draws that follow from the place of an element: see tiles/philox.py."""
 
 import numpy as np
-from llvmlite import ir
 
 from tiles import ptx
 from tiles.builder import f32, i32, i64
@@ -48,8 +47,8 @@ def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step, unord
 
 def _wide(b, factor, x):
     """(high, low) word of a product."""
-    product = b.mul(b.zext(x, i64), ir.Constant(i64, factor))
-    return b.trunc(b.lshr(product, ir.Constant(i64, 32)), i32), b.trunc(product, i32)
+    product = b.mul(b.zext(x, i64), i64(factor))
+    return b.trunc(b.lshr(product, i64(32)), i32), b.trunc(product, i32)
 
 
 def philox4x32(b, counter, keys):
@@ -92,7 +91,7 @@ def _keys(b, low, high):
 def _drawn(b, word, upper, bound):
     """1 or 0, by the upper half of a word or the lower one; what is below the half in question decides nothing."""
     draw = word if upper else b.shl(word, b.u32(16))
-    return b.select(b.icmp_unsigned("<", draw, bound), ir.Constant(f32, 1.0), ir.Constant(f32, 0.0))
+    return b.select(b.icmp_unsigned("<", draw, bound), f32(1.0), f32(0.0))
 
 
 @lowers(bernoulli)

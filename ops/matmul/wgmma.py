@@ -24,7 +24,7 @@ from tiles.interpreter import here, span
 from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import pending, rt
-from tiles.values import Pending
+from tiles.values import PendingTile
 
 from ..threads.lanes import spread
 from .product import product
@@ -37,7 +37,7 @@ def _meaning(name, acc, a, b):
     """Issue the product `name`, computed when it is waited for: what it reads is in use until then."""
     transposed, warp, from_shared = transposed_in(name), here(), not hasattr(a, "array")
     tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
-    if isinstance(acc, Pending):
+    if isinstance(acc, PendingTile):
         warp.hand_on(acc)
     slab = (acc, None if from_shared else a.array)
 
@@ -47,7 +47,7 @@ def _meaning(name, acc, a, b):
         return out if acc is None else out + np.concatenate([part(c, rank) for rank, (c, _) in enumerate(slabs)])
 
     def part(c, rank):
-        return c.part(rank) if isinstance(c, Pending) else c.array
+        return c.part(rank) if isinstance(c, PendingTile) else c.array
 
     def read(shared, is_transposed):
         array = warp.block.shadow.get(shared)
@@ -56,7 +56,7 @@ def _meaning(name, acc, a, b):
     own = range(16 * warp.rank, 16 * warp.rank + 16)  # its rows of the product
     left = [(a, span(a, cols=own) if transposed.left else span(a, own))] if from_shared else []
     mma, group = warp.issue(compute, slab, *left, (b, span(b)))
-    return Pending(tile, mma, group)
+    return PendingTile(tile, mma, group)
 
 
 def _result(name, acc, a, b):

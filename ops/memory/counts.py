@@ -10,12 +10,12 @@ but nobody knows how many of them there is room for at a time. In the interprete
 for a later one is a deadlock at once. The numbers are 0 before the grid begins, and nothing else is done to them."""
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.builder import i64
 from tiles.interpreter import Touched, here, note
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import elected

@@ -13,15 +13,14 @@ A warpgroup's tile can go by way of a shared tile, from which TMA adds it. There
 """
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles import ptx
-from tiles.builder import f32, i64
+from tiles.builder import f32, i64, struct
 from tiles.dtypes import fp32
 from tiles.interpreter import Touched, here, note
 from tiles.interpreter.accesses import READ
 from tiles.layout import LANES, WARPGROUP
+from tiles.numba_names import types
 from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
 from tiles.types import rt, st
@@ -138,7 +137,7 @@ def _(source, spec: type, at, together: int):
             return b.pack([b.asm(f32, "ld.global.f32 $0, [$1];", "=f,l", a) for a in _addresses(b, source, vsource, spec, vat)])
         address, found = _first(b, source, vsource, vat, QUAD), []
         for k in range(0, spec.elements, QUAD):
-            four = ir.LiteralStructType([f32] * QUAD)
+            four = struct([f32] * QUAD)
             load = "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
             found += b.unpack(b.asm(four, load, "=f,=f,=f,=f,l", b.add(address, i64(fp32.itemsize * LANES * k))))
         return b.pack(found)

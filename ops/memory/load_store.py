@@ -6,9 +6,9 @@ global_vectorized.py, and global_elements.py for what cannot go by 16 bytes.
 """
 
 import numpy as np
-from numba.cuda import types
 
 from tiles.interpreter import Touched, here, note
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import remote, rt, rv, st, sv

@@ -8,14 +8,13 @@ Here, too: `load_row`, a row of a shared tile as a vector, and `last_element`, a
 """
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles import ptx
-from tiles.builder import f32, i32
+from tiles.builder import f32, i32, struct
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.layout import QUAD
+from tiles.numba_names import types
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st, sv
 
@@ -70,7 +69,7 @@ def load_elements(b, dtype, count, at, where="shared"):
     if dtype.itemsize == 4:
         if count == 1:
             return [b.asm(f32, f"ld.{where}.f32 $0, [$1];", "=f,r", at)]
-        return b.unpack(b.asm(ir.LiteralStructType([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
+        return b.unpack(b.asm(struct([f32] * 2), f"ld.{where}.v2.f32 {{$0, $1}}, [$2];", "=f,=f,r", at))
     if count * dtype.itemsize == 2:
         text = f"{{.reg .b16 x;\nld.{where}.b16 x, [$1];\nmov.b32 $0, {{x, x}};}}"
     else:

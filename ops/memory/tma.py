@@ -10,12 +10,12 @@ tma_by_warp.py has what one warp does alone.
 """
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import integer, lowers, op
 from tiles.ring import check_tensor, elected

@@ -15,13 +15,12 @@ So are fp8 tiles that become 16 bits on their way to shared memory, where column
 from dataclasses import replace
 
 import numpy as np
-from llvmlite import ir
-from numba.cuda import types
 
 from tiles.builder import i64
 from tiles.dtypes import DTYPES, bf16, fp16
 from tiles.interpreter import here
 from tiles.interpreter.accesses import READ
+from tiles.numba_names import types
 from tiles.numba_types import SCALARS, void
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st
@@ -142,7 +141,7 @@ def _(pool, spec: type, found, at, last):
             exists = b.zext(b.icmp_signed("<", b.add(own, b.u32(down)), b.u32(vlast)), own.type)
             line = b.add(data, b.add(b.mul(b.sext(number, i64), strides[0]), b.mul(b.zext(inside, i64), strides[1])))
             for col in range(0, spec.cols, QUAD_OF_8):
-                words.append(global_vectorized.load_four(b, b.add(line, ir.Constant(i64, col)), exists))
+                words.append(global_vectorized.load_four(b, b.add(line, i64(col)), exists))
         return global_vectorized.packed(b, spec, words)
 
     return spec, emit

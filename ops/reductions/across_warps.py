@@ -12,12 +12,12 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numba.cuda import types
 
 from tiles import ptx
 from tiles.dtypes import fp32
 from tiles.interpreter import here
 from tiles.layout import LANES
+from tiles.numba_names import types
 from tiles.numba_types import void
 from tiles.op import lowers, number
 from tiles.ring import elected

@@ -6,6 +6,7 @@ from poison import poison_new_memory
 
 from tiles import program
 from tiles.frameworks import Torch
+from tiles.plan import Recent
 
 
 @pytest.fixture(autouse=True)
@@ -49,5 +50,5 @@ def card(monkeypatch):
 @pytest.fixture
 def nothing_known(monkeypatch):
     """Nobody has called anything yet, and what is planned now is forgotten afterwards."""
-    monkeypatch.setattr(program, "KNOWN", program.Recent(program.ENTRIES))
-    monkeypatch.setattr(program, "FUNCTIONS", program.Recent(program.KINDS))
+    monkeypatch.setattr(program, "KNOWN", Recent(program.ENTRIES))
+    monkeypatch.setattr(program, "FUNCTIONS", Recent(program.KINDS))

@@ -8,10 +8,10 @@ import types as python
 import numpy as np
 from greenlet import getcurrent
 from numba import cuda
-from numba.cuda.descriptor import cuda_target
 
 from ..layout import LANES
 from ..numba_members import plain_function
+from ..numba_names import cuda_target
 from ..numba_types import member
 from ..op import OPS
 from ..types import is_static
@@ -19,13 +19,13 @@ from ..unsupported import REFUSED, check_print, refuse_values
 from ..values import Tile
 from .accesses import READ, WRITE
 from .record import Touched, note, recording
-from .warp import Warp
+from .warp import InterpretedWarp
 
 
-def here() -> Warp:
+def here() -> InterpretedWarp:
     """The warp that is running."""
     warp = getcurrent()
-    if not isinstance(warp, Warp):
+    if not isinstance(warp, InterpretedWarp):
         raise RuntimeError("this op has a meaning only inside a kernel: run it with tiles.launch")
     return warp
 
@@ -130,7 +130,7 @@ class Bounded(np.ndarray):
 
     def __setitem__(self, index, value):
         index = self._inside(index, WRITE)
-        if isinstance(warp := getcurrent(), Warp):
+        if isinstance(warp := getcurrent(), InterpretedWarp):
             warp.put(np.asarray(self)[tuple([*index, ...])], value)
         else:
             super().__setitem__(index, value)
@@ -142,7 +142,7 @@ class Bounded(np.ndarray):
 
     def _inside(self, index, deed):
         warp = getcurrent()
-        if not isinstance(warp, Warp):
+        if not isinstance(warp, InterpretedWarp):
             return index
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > self.ndim or not all(isinstance(i, (slice, Lanes)) or hasattr(i, "__index__") for i in index):
@@ -180,12 +180,12 @@ class Module:
         return value
 
 
-class Static:
+class InterpretedStatic:
     """A static object (static.py) as an interpreted kernel sees it: its fields and properties, and its methods rebound (see
     `rebind`). To all other code it is equal to the object itself."""
 
     def __init__(self, value, seen):
-        self.__dict__.update(_Static__value=value, _Static__seen=seen)
+        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__seen=seen)
 
     __class__ = property(lambda self: type(self.__value))
 
@@ -209,7 +209,7 @@ class Static:
         setattr(self.__value, name, value)  # raises: the object is frozen
 
     def __eq__(self, other):
-        return self.__value == getattr(other, "_Static__value", other)
+        return self.__value == getattr(other, "_InterpretedStatic__value", other)
 
     def __hash__(self):
         return hash(self.__value)
@@ -265,7 +265,7 @@ def _swap(value, seen):
     if isinstance(value, python.ModuleType):
         return Module(value, seen)
     if is_static(value):
-        return Static(value, seen)
+        return InterpretedStatic(value, seen)
     if isinstance(value, tuple):
         items = (_swap(item, seen) for item in value)
         return _named(type(value), seen)(*items) if hasattr(value, "_fields") else tuple(items)

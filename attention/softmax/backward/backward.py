@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiles.arrays import Number
-from tiles.program import Plan, program
+from tiles.plan import Plan
+from tiles.program import program
 from tiles.schema import REAL, Problem, Schema
 
 from ...names import suggests_argument_names
 from ...options import check_flag, check_number, check_positive
-from ..assembled import assembled
+from ..assembled import build_variant
 from ..call_options import OF_AUX, OF_BLOCKS, blocks_of, eight, ends_of, random_of, without_gradients
 from ..gradient import ONCE
 from ..index_checks import Asking, indexed
@@ -18,9 +19,9 @@ from ..python_functions import named
 from ..score_derivative import derivatives
 from ..scores import ScoredBack
 from . import norms
-from .launches import planned
-from .query_lists import FACING
-from .score_gradients import GRADIENTS, read_by
+from .launches import plan_launches
+from .query_lists import MAX_SURVEY_QUERIES
+from .score_gradients import GRADIENTS, reads_of
 
 OF_FORWARD = """
     dout BSHV  tile
@@ -36,7 +37,7 @@ OF_INPUTS = """\
     dk   BTGD  tile  made
     dv   BTGV  tile  made
 """
-GIVEN = f"""{OF_FORWARD}\
+INPUTS = f"""{OF_FORWARD}\
     alibi  H|UH  float32  optional
     sink   H     float32  optional
     bias   WXYT  real     optional
@@ -76,7 +77,7 @@ ADDED = """\
     daux7  =aux7  float32  updated?
 """
 BACKWARD = Schema("backward", OF_FORWARD + OF_INPUTS)
-VARIANTS, INTO = Schema("backward_variant", GIVEN + MADE), Schema("backward_into", GIVEN + ADDED)
+VARIANTS, INTO = Schema("backward_variant", INPUTS + MADE), Schema("backward_into", INPUTS + ADDED)
 
 
 @suggests_argument_names
@@ -172,23 +173,26 @@ def backward(
     dsink = sink is not None if dsink is None else dsink
     if dsink is not False and sink is None:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
-    norms.check("q", q_norm, dq_norm)
-    norms.check("k", k_norm, dk_norm)
+    norms.check_norm_gradient("q", q_norm, dq_norm)
+    norms.check_norm_gradient("k", k_norm, dk_norm)
     besides = [None if x is False else x for x in (dbias, dalibi, dsink, *each_of(daux, read))]
     if check_flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
-        check_given({"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None})
-        check_given({name: x for name, x in zip(GRADIENTS, besides) if x is not None})
+        check_accumulators(
+            {"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None}
+        )
+        check_accumulators({name: x for name, x in zip(GRADIENTS, besides) if x is not None})
     eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
-    of_q, of_k = (norms.normalised(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+    of_q, of_k = (norms.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
     into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
     if accumulate:
-        into = [norms.cleared("q", q, q_norm, dq, stream, layout), norms.cleared("k", k, k_norm, dk, stream, layout)]
+        buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
+        into = [norms.gradient_buffer(*of, stream, layout) for of in buffers]
     size, ready_for, (*lists, _, marks) = blocks_of(blocks)
     also = " ".join([name for name, x in zip(GRADIENTS, besides) if x is not None])
     places = [None if x is True else x for x in besides]
     of_scores = alibi, sink, bias, *of_sequences, random.seeds, *lists, marks, *read
-    given = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
+    params = dout, of_q, of_k, v, out, lse, dlse, *of_scores, *into, dv
     options = (
         check_flag("causal", causal),
         *ends_of(window),
@@ -204,14 +208,14 @@ def backward(
         family,
     )
     if accumulate:
-        _into(stream, (*given, *places), options, layout)
+        _into(stream, (*params, *places), options, layout)
         found = *into, dv, *[x for x in places if x is not None]
     else:
-        found = _variant(stream, (*given, *places), options, layout)
+        found = _variant(stream, (*params, *places), options, layout)
     if q_norm is k_norm is None:
         return found
-    dq, of_q_norm = norms.gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
-    dk, of_k_norm = norms.gradients("k", k, found[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
+    dq, of_q_norm = norms.norm_gradients("q", q, found[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
+    dk, of_k_norm = norms.norm_gradients("k", k, found[1], k_norm, eps, dk, stream, layout, dk_norm, accumulate)
     return dq, dk, *found[2:], *of_q_norm, *of_k_norm
 
 
@@ -222,7 +226,7 @@ def plain(
     return _backward(None, (*of, None, None, None), (causal, scale, deterministic, family), layout)
 
 
-def check_given(arrays: dict[str, Any]) -> None:
+def check_accumulators(arrays: dict[str, Any]) -> None:
     """TypeError: one of these, to which gradients are to be added, is none."""
     for name, x in arrays.items():
         if x is None or x is True:
@@ -249,7 +253,7 @@ def _backward(problem: Problem, causal: bool, scale: float | None, deterministic
     """How backward does calls of this form."""
     check_extents(problem)
     scale = scale_of(problem, scale)
-    return planned(problem, assembled(scale, causal), scale, deterministic, family)
+    return plan_launches(problem, build_variant(scale, causal), scale, deterministic, family)
 
 
 @program(VARIANTS, no_gradient=ONCE)
@@ -282,21 +286,23 @@ def _variant(
     more: list[Any] = [dropped(problem, dropout, seed_value)] if dropout is not None else []
     axes = [len(x.form.shape) for x in aux]
     masking, causal, (left, right) = as_window(problem, masking, axes, causal, (left, right))
-    listing = listing_of(problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, FACING, ready_for)
+    listing = listing_of(
+        problem, masking, f"{mask=!s}; window={(left, 0 if causal else right)}", size, MAX_SURVEY_QUERIES, ready_for
+    )
     blocked = listing and listing.blocked
     of_scores = softcap, "alibi" in problem, bias_of(problem, last=scoring is None)
     found = scoring and derivatives(scoring, axes)
-    made = assembled(
+    spec = build_variant(
         scale,
         causal,
         (left, right),
         *of_scores,
         mask=None if blocked else masking,
-        score=ScoredBack(scoring, found.bent, found.even) if scoring and found else None,
+        score=ScoredBack(scoring, found.score_and_grad, found.even) if scoring and found else None,
         more=[*more, (blocked, {})] if blocked else more,
     )
-    reads = {name: read_by(problem, name, found) for name in also.split() if name != "dsink"}
-    plan = planned(problem, made, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
+    reads = {name: reads_of(problem, name, found) for name in also.split() if name != "dsink"}
+    plan = plan_launches(problem, spec, scale, deterministic, family, aux, listing, reads, "dsink" in also.split())
     return plan._replace(steps=[*looks, *plan.steps])
 
 

@@ -16,13 +16,13 @@ from tiles.layout import LANES
 from tiles.targets import capability, has_early_launch
 
 from ..online import LN2, LOWEST_FLOAT, over_sum
-from ..variants import At, Variant
-from .reach import Reach
-from .splits import Parted, Shares
+from ..variants import ScoreContext, Variant
+from .reach import KeyWindow
+from .splits import FixedSplits, StreamKSplits
 
 AT_ONCE, COLUMNS = 16, 64  # parts, and columns of each, that a block adds at a time
 WARPS = 4  # of a block: one warp that added all parts took half a microsecond more
-EACH = Parted()
+EACH = FixedSplits()
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
 
     dtype: dtype
     sums: Variant
-    split: Parted = EACH
+    split: FixedSplits = EACH
     overlaps_previous: bool = False
     threads = LANES * WARPS
 
@@ -43,8 +43,8 @@ class Config:
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    pdl, shared = has_early_launch(capability(arch)), Shares(Reach(False, False, False), 64)
-    yield from (Config(of, Variant(), split, pdl) for of in (bf16, fp16)[: 1 + everything] for split in (Parted(), shared))
+    pdl, shared = has_early_launch(capability(arch)), StreamKSplits(KeyWindow(False, False, False), 64)
+    yield from (Config(of, Variant(), split, pdl) for of in (bf16, fp16)[: 1 + everything] for split in (FixedSplits(), shared))
 
 
 @functools.cache
@@ -55,14 +55,14 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def combine(
         out_partial: array(5), lse_partial: array(4), out: array(5, config.dtype), lse: array(4),
-        given: record(**sums.given, **split.given),
+        params: record(**sums.params, **split.params),
         heads: INT, rows: INT, slabs: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Join the parts of one of `rows` rows of a key head, for one of `slabs` slabs of columns. See ampere.py."""
         every, slab = divmod(cuda.blockIdx.x, slabs)
         pair, row = divmod(every, rows)
         number, head = divmod(pair, heads)
-        sequence, first, of, count = split.parts(number, splits, sequences, tokens, given)
+        sequence, first, of, count = split.parts_of(number, splits, sequences, tokens, params)
         if count > 1:
             token, member = divmod(row, group)
             col = int32(COLUMNS * slab + PART.cols * (cuda.threadIdx.x // LANES))
@@ -78,10 +78,10 @@ def make(config: Config):
                 lag, weights = exp2((m - most) * scale), exp2((sizes - most) * scale)
                 part = where(weights > 0.0, part * weights, 0.0)  # of what has no weight nothing was written
                 m, l, o = most, l * lag + tile_sum(weights), o * lag + col_sum(part)
-            at = At(sequence, int32(head * group + member), token, 0, 0, 0, given, 0, 0)
-            most = max(m, sums.lowest(at, LOWEST_FLOAT))
+            ctx = ScoreContext(sequence, int32(head * group + member), token, 0, 0, 0, params, 0, 0)
+            most = max(m, sums.initial_max(ctx, LOWEST_FLOAT))
             lag = exp2((m - most) * scale)
-            l = sums.total(l * lag, most, scale, at)
+            l = sums.finish_row_sum(l * lag, most, scale, ctx)
             store(out, over_sum(o * lag, l), (sequence, token, head, member, col))
             if lse.shape[0] > 0:
                 lse[sequence, head, member, token] = (most * scale + log2(l)) * LN2

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiles.program import Fill, Plan, program
+from tiles.plan import Fill, Plan
+from tiles.program import program
 from tiles.schema import Problem, Schema
 from tiles.torch_op import traced
 
@@ -71,7 +72,7 @@ DECODE = _schema("decode", HELD, KEYS, MADE)
 VARIANT = _schema("decode_variant", HELD, PACKED, KEYS, NORMS, OF_AUX, MADE)
 OF_APPEND = GROWN, PACKED, BEGUN, NORMS, OF_AUX, NEW, MADE
 APPENDING = _schema("decode_append", *OF_APPEND)
-QUANTISING = _schema("decode_append_quantising", *map(appending.with_descales_found, OF_APPEND))
+QUANTISING = _schema("decode_append_quantising", *map(appending.with_token_descales, OF_APPEND))
 
 
 @suggests_argument_names
@@ -216,8 +217,8 @@ def decode(
         turned, after = _appended_before(q, k, v, lengths, pages, batch_index, cu_seqlens, new, options, layout, descales)
         keys = after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
         return _variant(stream, (turned, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
-    new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.tables_of(rotary), positions
-    call = _append_quantising if appending.of_tokens(k_descale, v_descale) else _append
+    new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.rotary_tables(rotary), positions
+    call = _append_quantising if appending.has_token_descales(k_descale, v_descale) else _append
     return call(stream, (*arrays, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
 
 

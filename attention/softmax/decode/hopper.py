@@ -21,19 +21,19 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.arguments import FLOAT, INT, array, record
 from tiles.layout import WARPGROUP
 
-from ..key_sources import Along, InCaches, InPages
+from ..key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..online import LOWEST_FLOAT, Softmax, over_sum
-from ..variants import At, Variant, arrays_of
-from .feeds import ByTma, Gathered
-from .reach import Reach
+from ..variants import ScoreContext, Variant, arrays_of
+from .feeds import GatherFeed, TmaFeed
+from .reach import KeyWindow
 from .results import FinalOrPartialOutput, FinalOutput, OutputTile, PartialOutput
-from .splits import Parted, Shares
+from .splits import FixedSplits, StreamKSplits
 
 KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that divide the tiles of keys
 PRODUCER = CONSUMERS
 BY_TMA, GATHERING = (40, 232), (56, 224)  # registers a thread of producer and consumers
 STAGES = {64: 6, 96: 6, 128: 5, 192: 3, 256: 2}  # padded head_dim: how many tiles of keys, and of values, shared memory holds
-PIECE = 16  # bytes of which all addresses are multiples
+VECTOR_BYTES = 16  # bytes of which all addresses are multiples
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Config:
     value_dim: int
     dtype: dtype
     variant: Variant
-    reach: Reach
+    window: KeyWindow
     feed: Any
     result: FinalOutput | FinalOrPartialOutput
     sums: Variant
-    split: type[Parted]
+    split: type[FixedSplits]
     stages: int
     axes: tuple[int, ...] = ()
     overlaps_previous = True  # it begins while the grid before it ends
@@ -57,20 +57,20 @@ class Config:
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     @property
-    def given(self):
+    def params(self):
         """The record of what all these need in the kernel."""
-        parts = self.reach, self.feed, self.variant, self.sums, self.result
-        return record(**{name: what for part in parts for name, what in part.given.items()})
+        parts = self.window, self.feed, self.variant, self.sums, self.result
+        return record(**{name: what for part in parts for name, what in part.params.items()})
 
     def __str__(self):
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
         scores = f" {self.variant}" * (type(self.variant) is not Variant) + f" {self.sums}" * (type(self.sums) is not Variant)
-        return f"{dims} {self.dtype} {self.reach} {self.feed}{scores} {self.result}, {self.band} x {self.kv}"
+        return f"{dims} {self.dtype} {self.window} {self.feed}{scores} {self.result}, {self.band} x {self.kv}"
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, reach: Reach, held: Along | None,
-    result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[Parted], axes: tuple[int, ...] = (),
+    head_dim: int, value_dim: int, of: dtype, variant: Variant, window: KeyWindow, held: OneBuffer | None,
+    result: FinalOutput | FinalOrPartialOutput, sums: Variant, split: type[FixedSplits], axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
     """The configuration that serves a problem: the next larger dims. held: where TMA finds keys; None: they are gathered.
 
@@ -82,26 +82,27 @@ def config_for(
     stages = STAGES[max(padded, wide)]
     if held is None:
         rows = KV // WARPGROUP
-        feed: Any = Gathered(st(rows, padded, of), st(rows, wide, of), stages - 2, PIECE)
+        feed: Any = GatherFeed(st(rows, padded, of), st(rows, wide, of), stages - 2, VECTOR_BYTES)
     else:
-        feed, stages = ByTma(KV, held), stages // CONSUMERS * CONSUMERS
-    return Config(padded, wide, of, variant, reach, feed, result, sums, split, stages, axes)
+        feed, stages = TmaFeed(KV, held), stages // CONSUMERS * CONSUMERS
+    return Config(padded, wide, of, variant, window, feed, result, sums, split, stages, axes)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with. fp16, which takes as many registers as bf16, and other caches
     come with `everything`."""
     if arch == "sm_90a":
-        plain, causal = Variant(), Reach(False, True, False)
-        kinds: list[tuple[Along | None, bool]] = [(Along(), False), (None, False)]
-        kinds += [(InPages(1), False), (InCaches(), True), (None, True)] * everything
-        for of, dim, (held, parted) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
-            either, part = FinalOrPartialOutput(FinalOutput(of, PIECE), PartialOutput(of, PIECE)), PartialOutput(of, PIECE)
-            result, split = (part, Parted) if parted else (either, Shares)
+        plain, causal = Variant(), KeyWindow(False, True, False)
+        kinds: list[tuple[OneBuffer | None, bool]] = [(OneBuffer(), False), (None, False)]
+        kinds += [(PagedKeys(1), False), (IndexedCache(), True), (None, True)] * everything
+        for of, dim, (held, fixed) in itertools.product((bf16, fp16)[: 1 + everything], STAGES, kinds):
+            final, partial = FinalOutput(of, VECTOR_BYTES), PartialOutput(of, VECTOR_BYTES)
+            stream_k = FinalOrPartialOutput(final, partial), StreamKSplits
+            result, split = (partial, FixedSplits) if fixed else stream_k
             yield config_for(dim, dim, of, plain, causal, held, result, plain, split)
 
 
-class Pipes(NamedTuple):
+class HopperPipes(NamedTuple):
     """What a block has in shared memory: its queries, tiles of keys and values, and for each consumer the half of O's columns
     that it gets from the other, with the maxima and sums of both."""
 
@@ -116,16 +117,16 @@ class Pipes(NamedTuple):
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GIVEN, BAND, AUX = config.dtype, config.given, config.band, arrays_of(config.axes)
-    variant, reach, feed, result, sums = config.variant, config.reach, config.feed, config.result, config.sums
-    split, IS_PARTIAL, GATHERS = config.split(reach, KV), type(result) is not FinalOutput, feed.writers > 0
+    INPUT, PARAMS, BAND, AUX = config.dtype, config.params, config.band, arrays_of(config.axes)
+    variant, window, feed, result, sums = config.variant, config.window, config.feed, config.result, config.sums
+    split, IS_PARTIAL, GATHERS = config.split(window, KV), type(result) is not FinalOutput, feed.writers > 0
     KEEP, CLAIM = GATHERING if GATHERS else BY_TMA
     K, V = st(KV, config.head_dim, INPUT), st(KV, config.value_dim, INPUT)
     QUERIES = st(BAND, config.head_dim, INPUT)
     Q = rt(16, QUERIES.panel_cols, INPUT)
     O, HALF = rt(16, config.value_dim, fp32), config.value_dim // 2
     H, STAGED = rt(16, HALF, fp32), config.stages
-    PANELS, LEFT, DEEP = QUERIES.panels, reach.left, variant.deep
+    PANELS, LEFT, DEEP = QUERIES.panels, window.left, variant.allows_low_scores
     softmax = Softmax(O)
     smem = shared(
         q=QUERIES,
@@ -137,13 +138,13 @@ def make(config: Config):
     )
 
     @inlined
-    def stretch(work, first_token, last_token, tokens, given):
+    def stretch(work, first_token, last_token, tokens, params):
         """(the first key of a block's tiles, the number of tiles, the Stretch that its rows see)"""
-        every = reach.keys(work.sequence, 0, tokens - 1, tokens, given)
-        sees = reach.keys(work.sequence, first_token, last_token, tokens, given)
+        every = window.key_span(work.sequence, 0, tokens - 1, tokens, params)
+        sees = window.key_span(work.sequence, first_token, last_token, tokens, params)
         tile = int32(max(work.tile, (sees.first - every.first) // KV))
         first = int32(every.first + KV * tile)
-        return first, int32(max(0, min(work.end - tile, (sees.end - first + KV - 1) // KV))), sees
+        return first, int32(max(0, min(work.end_tile - tile, (sees.end - first + KV - 1) // KV))), sees
 
     @inlined
     def bring(pipes, gQ, out_tile, me):
@@ -163,48 +164,48 @@ def make(config: Config):
         warpgroup.sync_several(CONSUMERS)
 
     @inlined
-    def absorbed(seen, j, key, inner, pipes, at, scale, slack):
+    def absorbed(state, j, key, inner, pipes, ctx, scale, slack):
         """`seen` with tile j of keys, from `key` on. Rows see all keys before `inner`, so no mask is needed there."""
         s = warpgroup.wait(warpgroup.mm_ABt(pipes.q, pipes.k.wait(j)))
         pipes.k.release(j)
-        s = variant.mask(variant.score(s, at, key), at, key, -math.inf)
+        s = variant.mask(variant.score(s, ctx, key), ctx, key, -math.inf)
         if LEFT or key + KV > inner:
-            s = reach.mask(s, at, key, at.keys)
-        seen = seen.moved(s, None, scale, slack)
-        p = seen.weights(s, None, scale, DEEP)
-        seen, values = seen.add(p), pipes.v.wait(j)
-        if not GATHERS and key + KV > at.keys:  # a weight of 0 does not make up for a NaN
-            warpgroup.zero_rows(values, int32(at.keys - key))
-        o = warpgroup.wait(warpgroup.mma_AB(seen.rescaled(), INPUT(p), values))
+            s = window.mask(s, ctx, key, ctx.seqlen_k)
+        state = state.update_max(s, None, scale, slack)
+        p = state.weights(s, None, scale, DEEP)
+        state, values = state.add(p), pipes.v.wait(j)
+        if not GATHERS and key + KV > ctx.seqlen_k:  # a weight of 0 does not make up for a NaN
+            warpgroup.zero_rows(values, int32(ctx.seqlen_k - key))
+        o = warpgroup.wait(warpgroup.mma_AB(state.rescale(), INPUT(p), values))
         pipes.v.release(j)
-        return seen._replace(o=o)
+        return state._replace(o=o)
 
     @inlined
-    def finish(seen, pipes, me, at, scale, out_tile, given):
+    def finish(state, pipes, me, ctx, scale, out_tile, params):
         """Merge what both consumers have seen, and store it."""
-        own = finish_sum(seen.l)
-        warpgroup.store(subtile(pipes.tops, BAND, me), seen.m)
+        own = finish_sum(state.l)
+        warpgroup.store(subtile(pipes.tops, BAND, me), state.m)
         warpgroup.store(subtile(pipes.sums, BAND, me), own)
-        given_away = columns(seen.o, HALF, 1) if me == 0 else columns(seen.o, HALF, 0)
+        given_away = columns(state.o, HALF, 1) if me == 0 else columns(state.o, HALF, 0)
         warpgroup.store(subtile(pipes.other, BAND, me), given_away)
         warpgroup.sync_several(CONSUMERS)
         its_m = warpgroup.load(subtile(pipes.tops, BAND, 1 - me), O.col_vec)
-        m = maximum(seen.m, its_m)
+        m = maximum(state.m, its_m)
         if result.is_final(out_tile):
-            m = maximum(m, sums.lowest(at, LOWEST_FLOAT))
-        mine, its = exp2((seen.m - m) * scale), exp2((its_m - m) * scale)
+            m = maximum(m, sums.initial_max(ctx, LOWEST_FLOAT))
+        mine, its = exp2((state.m - m) * scale), exp2((its_m - m) * scale)
         l = own * mine + warpgroup.load(subtile(pipes.sums, BAND, 1 - me), O.col_vec) * its
         if result.is_final(out_tile):
-            l = sums.total(l, m, scale, at)
-        kept = columns(seen.o, HALF, 0) if me == 0 else columns(seen.o, HALF, 1)
+            l = sums.finish_row_sum(l, m, scale, ctx)
+        kept = columns(state.o, HALF, 0) if me == 0 else columns(state.o, HALF, 1)
         o = kept * mine + warpgroup.load(subtile(pipes.other, BAND, 1 - me), H) * its
-        result.store(over_sum(o, l), out_tile, int32(HALF * me), given)
+        result.store(over_sum(o, l), out_tile, int32(HALF * me), params)
         if me == 0:
-            result.store_lse(m + log2(l) / scale, scale, out_tile, given)
+            result.store_lse(m + log2(l) / scale, scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), given: GIVEN, aux: AUX,
+        gQ: array(5, INPUT), gK: feed.source(K), gV: feed.source(V), params: PARAMS, aux: AUX,
         heads: INT, bands: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """See ampere.py."""
@@ -216,32 +217,34 @@ def make(config: Config):
         number, head = divmod(rest, heads)
         me, row, rows = warpgroup.id(), int32(BAND * band), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + BAND, rows) - 1) // group)
-        work, j = split.first(number, splits, sequences, tokens, given), int32(0)
+        work, j = split.first_work(number, splits, sequences, tokens, params), int32(0)
         if me == PRODUCER:
             warpgroup.release_registers(KEEP)
-            while work.left > 0:
-                first, n, sees = stretch(work, first_token, last_token, tokens, given)
-                feed.bring(k, v, j, n, gK, gV, work.sequence, first, head, sees.end, given)
-                work, j = split.next(work, tokens, given), int32(j + n)
+            while work.tiles_left > 0:
+                first, n, sees = stretch(work, first_token, last_token, tokens, params)
+                feed.bring(k, v, j, n, gK, gV, work.sequence, first, head, sees.end, params)
+                work, j = split.next_work(work, tokens, params), int32(j + n)
             feed.end(k, v, j)
         else:
             warpgroup.claim_registers(CLAIM)
-            mine, pipes = int32(row + 16 * warpgroup.rank()), Pipes(q, k, v, other, tops, totals)
+            mine, pipes = int32(row + 16 * warpgroup.rank()), HopperPipes(q, k, v, other, tops, totals)
             first_mine, last_mine = int32(mine // group), int32((min(mine + 16, rows) - 1) // group)
             of_rows = row_index(O.col_vec) + mine
             token = of_rows // group
-            while work.left > 0:
-                sequence, whole = work.sequence, work.end - work.tile == work.tiles
-                out_tile = OutputTile(sequence, head, work.part, work.of, whole, mine, first_mine, last_mine, group)
-                first, n, sees = stretch(work, first_token, last_token, tokens, given)
+            while work.tiles_left > 0:
+                sequence, whole = work.sequence, work.end_tile - work.tile == work.tiles
+                out_tile = OutputTile(sequence, head, work.part, work.part_batch, whole, mine, first_mine, last_mine, group)
+                first, n, sees = stretch(work, first_token, last_token, tokens, params)
                 inner = int32(sees.end - (last_token - first_token))
-                at = At(sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, given, aux, 0)
-                at = at._replace(kept=variant.keep(at))
+                ctx = ScoreContext(
+                    sequence, of_rows - token * group + head * group, token, sees.shift, tokens, sees.end, params, aux, 0
+                )
+                ctx = ctx._replace(precomputed=variant.precompute(ctx))
                 bring(pipes, gQ, out_tile, me)
-                seen = softmax.begin(variant.floor)
+                state = softmax.init(variant.max_floor)
                 for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
-                    seen = absorbed(seen, int32(j + i), int32(first + KV * i), inner, pipes, at, scale, slack)
-                finish(seen, pipes, me, at, scale, out_tile, given)
-                work, j = split.next(work, tokens, given), int32(j + n)
+                    state = absorbed(state, int32(j + i), int32(first + KV * i), inner, pipes, ctx, scale, slack)
+                finish(state, pipes, me, ctx, scale, out_tile, params)
+                work, j = split.next_work(work, tokens, params), int32(j + n)
 
     return attend, smem

@@ -36,48 +36,48 @@ class RmsOfRows(Rms):
         return of[head, col_index(x.row_vec) + int32(col)]
 
     @inlined
-    def ahead(self, spec, col, given):
+    def ahead(self, spec, col, params):
         """If all rows have the same weights, some columns of these, a vector of type `spec`."""
-        return load(given.norm_weights, spec, (0, col), 0, 1, True) if self.alike else 0
+        return load(params.norm_weights, spec, (0, col), 0, 1, True) if self.alike else 0
 
     @inlined
-    def part_by(self, x, of_rows, ahead, head, col, given):
+    def part_by(self, x, of_rows, ahead, head, col, params):
         """part(x, of_rows, head, col, given), with what was loaded ahead."""
         if self.alike:
             return x * of_rows[1] * ahead
         else:
-            return self.part(x, of_rows, head, col, given)
+            return self.part(x, of_rows, head, col, params)
 
 
 class LayerOfRows(RmsOfRows, Layer):
     """The same of a layer norm."""
 
     @inlined
-    def ahead(self, spec, col, given):
+    def ahead(self, spec, col, params):
         """See RmsOfRows: weights and bias."""
         if self.alike:
-            return load(given.norm_weights, spec, (0, col), 0, 1, True), load(given.norm_bias, spec, (0, col), 0, 1, True)
+            return load(params.norm_weights, spec, (0, col), 0, 1, True), load(params.norm_bias, spec, (0, col), 0, 1, True)
         else:
             return 0
 
     @inlined
-    def part_by(self, x, of_rows, ahead, head, col, given):
+    def part_by(self, x, of_rows, ahead, head, col, params):
         if self.alike:
             return (x - of_rows[0]) * of_rows[1] * ahead[0] + ahead[1]
         else:
-            return self.part(x, of_rows, head, col, given)
+            return self.part(x, of_rows, head, col, params)
 
 
 class NormedRows(Normed):
     """A variant whose queries are normalised by `norm`, and whose rows belong to several heads."""
 
     @inlined
-    def ahead(self, spec, col, given):
-        return self.norm.ahead(spec, col, given)
+    def prefetch_query_params(self, spec, col, params):
+        return self.norm.ahead(spec, col, params)
 
     @inlined
-    def queries_by(self, x, of_queries, ahead, at, col):
-        return self.norm.part_by(x, of_queries, ahead, at.head, col, at.given)
+    def prepare_queries_by(self, x, of_queries, ahead, ctx, col):
+        return self.norm.part_by(x, of_queries, ahead, ctx.head, col, ctx.params)
 
 
 @static
@@ -91,12 +91,12 @@ class AsTheyAre:
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     @inlined
-    def ahead(self, spec, head, col, given):
+    def ahead(self, spec, head, col, params):
         """Load what `queries` needs for some columns, a vector of type `spec`, before the queries arrive."""
         return 0
 
@@ -111,7 +111,7 @@ class AsTheyAre:
         return None
 
     @inlined
-    def more(self, known, x, made, head, col, given):
+    def more(self, known, x, made, head, col, params):
         """What is known after some more columns, x. made: what the product takes in their place."""
         return known
 
@@ -121,7 +121,7 @@ class AsTheyAre:
         return known
 
     @inlined
-    def scores(self, s, keys, part, unit, known, given):
+    def scores(self, s, keys, part, unit, known, params):
         """The scores. s: those of the keys as they lie in shared memory, which are read in panels of type `part`. unit: what
         scores are multiplied by."""
         return s
@@ -139,27 +139,27 @@ class ByRms(AsTheyAre):
         return f" {type(self).__name__.removeprefix('By').lower()} keys"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See AsTheyAre. k_weights: (head of keys, column). columns: of a row."""
         return {"k_weights": array(2), "norm_eps": FLOAT, "columns": INT}
 
     @inlined
-    def ahead(self, spec, head, col, given):
-        return load(given.k_weights, spec, (head, col), 0, 1, True)
+    def ahead(self, spec, head, col, params):
+        return load(params.k_weights, spec, (head, col), 0, 1, True)
 
     @inlined
     def queries(self, x, ahead):
         return x * ahead
 
     @inlined
-    def scores(self, s, keys, part, unit, known, given):
+    def scores(self, s, keys, part, unit, known, params):
         x = load(subtile(keys, keys.rows, 0, keys.panel_cols, 0), part)
         squares = lane_sum(x * x)
         for i in range(1, keys.panels):
             x = load(subtile(keys, keys.rows, 0, keys.panel_cols, i), part)
             squares = squares + lane_sum(x * x)
-        mean = transpose(finish_sum(squares)) / given.columns
-        return s * rsqrt(mean * (unit * unit) + given.norm_eps)
+        mean = transpose(finish_sum(squares)) / params.columns
+        return s * rsqrt(mean * (unit * unit) + params.norm_eps)
 
 
 class ByLayer(ByRms):
@@ -168,7 +168,7 @@ class ByLayer(ByRms):
     slim = False
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """See ByRms. k_bias: (head of keys, column)."""
         return {"k_weights": array(2), "k_bias": array(2), "norm_eps": FLOAT, "columns": INT}
 
@@ -178,25 +178,25 @@ class ByLayer(ByRms):
         return zero, zero
 
     @inlined
-    def more(self, known, x, made, head, col, given):
+    def more(self, known, x, made, head, col, params):
         total, product = known
-        return total + row_sum(fp32(made)), product + row_sum(x * load(given.k_bias, x.row_vec, (head, col), 0, 1, True))
+        return total + row_sum(fp32(made)), product + row_sum(x * load(params.k_bias, x.row_vec, (head, col), 0, 1, True))
 
     @inlined
     def whole(self, known, scratch):
         return block.reduce_sum(known[0], scratch), block.reduce_sum(known[1], scratch)
 
     @inlined
-    def scores(self, s, keys, part, unit, known, given):
+    def scores(self, s, keys, part, unit, known, params):
         x = load(subtile(keys, keys.rows, 0, keys.panel_cols, 0), part)
         sums, squares = lane_sum(x), lane_sum(x * x)
         for i in range(1, keys.panels):
             x = load(subtile(keys, keys.rows, 0, keys.panel_cols, i), part)
             sums, squares = sums + lane_sum(x), squares + lane_sum(x * x)
-        mean = transpose(finish_sum(sums)) / given.columns * unit
-        square = transpose(finish_sum(squares)) / given.columns * (unit * unit)
+        mean = transpose(finish_sum(sums)) / params.columns * unit
+        square = transpose(finish_sum(squares)) / params.columns * (unit * unit)
         total, product = known
-        return (s - total * mean) * rsqrt(maximum(square - mean * mean, 0.0) + given.norm_eps) + product
+        return (s - total * mean) * rsqrt(maximum(square - mean * mean, 0.0) + params.norm_eps) + product
 
 
 class Norms(NamedTuple):

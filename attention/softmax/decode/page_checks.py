@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiles.checks import asked, read
-from tiles.program import Step
+from tiles.plan import Step
 from tiles.schema import Problem
 
 

@@ -31,10 +31,10 @@ class OutputTile(NamedTuple):
 
 @static
 class FinalOutput:
-    """O and lse go to the caller's arrays. piece: the number of bytes of which addresses are multiples."""
+    """O and lse go to the caller's arrays. vector_bytes: the number of bytes of which addresses are multiples."""
 
     dtype: dtype
-    piece: int
+    vector_bytes: int
 
     label = "final"
 
@@ -42,7 +42,7 @@ class FinalOutput:
         return self.label
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{parameter: its type} of the arrays that are written. out: (batch, token, key head, query head of the group, column).
         lse: (batch, key head, query head of the group, token)."""
         return {"out": array(5, self.dtype), "lse": array(4)}
@@ -53,19 +53,19 @@ class FinalOutput:
         return True
 
     @inlined
-    def store(self, o, out_tile, col, given):
+    def store(self, o, out_tile, col, params):
         """Store the columns of O from `col` on. The rows of a token are contiguous; the store masks out the rows of others."""
         for token in range(out_tile.first_token, out_tile.last_token + 1):
             at = out_tile.batch, token, out_tile.head, int32(out_tile.row - token * out_tile.group), col
-            store(given.out, o, at, 3, 4, self.piece)
+            store(params.out, o, at, 3, 4, self.vector_bytes)
 
     @inlined
-    def store_lse(self, lse, scale, out_tile, given):
+    def store_lse(self, lse, scale, out_tile, params):
         """Store the log-sum-exp of the rows. lse: in units of scores and to the base 2, so that a row's sum of weights is
         exp2(scale lse)."""
         for token in range(out_tile.first_token, out_tile.last_token + 1):
-            at = out_tile.batch, out_tile.head, int32(out_tile.row - token * out_tile.group), token
-            store(given.lse, lse * (scale * LN2), at, cols=2)
+            ctx = out_tile.batch, out_tile.head, int32(out_tile.row - token * out_tile.group), token
+            store(params.lse, lse * (scale * LN2), ctx, cols=2)
 
 
 class PartialOutput(FinalOutput):
@@ -74,7 +74,7 @@ class PartialOutput(FinalOutput):
     label = "partial"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{parameter: its type}. out_partial: (part, part_batch, key head, row, column). lse_partial: the same without
         columns."""
         return {"out_partial": array(5), "lse_partial": array(4)}
@@ -84,14 +84,14 @@ class PartialOutput(FinalOutput):
         return False
 
     @inlined
-    def store(self, o, out_tile, col, given):
+    def store(self, o, out_tile, col, params):
         at = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row, col
-        store(given.out_partial, o, at, 3, 4, True)
+        store(params.out_partial, o, at, 3, 4, True)
 
     @inlined
-    def store_lse(self, lse, scale, out_tile, given):
-        at = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
-        store(given.lse_partial, lse, at)
+    def store_lse(self, lse, scale, out_tile, params):
+        ctx = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
+        store(params.lse_partial, lse, ctx)
 
 
 class PackedPartialOutput(PartialOutput):
@@ -101,16 +101,16 @@ class PackedPartialOutput(PartialOutput):
     label = "packed partial"
 
     @inlined
-    def store(self, o, out_tile, col, given):
+    def store(self, o, out_tile, col, params):
         end = int32((out_tile.last_token + 1) * out_tile.group)
         at = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row, col
-        store(truncate(given.out_partial, 3, end), o, at, 3, 4, True)
+        store(truncate(params.out_partial, 3, end), o, at, 3, 4, True)
 
     @inlined
-    def store_lse(self, lse, scale, out_tile, given):
+    def store_lse(self, lse, scale, out_tile, params):
         end = int32((out_tile.last_token + 1) * out_tile.group)
-        at = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
-        store(truncate(given.lse_partial, 3, end), lse, at)
+        ctx = out_tile.part, out_tile.part_batch, out_tile.head, out_tile.row
+        store(truncate(params.lse_partial, 3, end), lse, ctx)
 
 
 @static
@@ -124,24 +124,24 @@ class FinalOrPartialOutput:
         return f"{self.final} or {self.partial}"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{parameter: its type} of the arrays of both."""
-        return self.final.given | self.partial.given
+        return self.final.params | self.partial.params
 
     @inlined
     def is_final(self, out_tile):
         return out_tile.is_final
 
     @inlined
-    def store(self, o, out_tile, col, given):
+    def store(self, o, out_tile, col, params):
         if out_tile.is_final:
-            self.final.store(o, out_tile, col, given)
+            self.final.store(o, out_tile, col, params)
         else:
-            self.partial.store(o, out_tile, col, given)
+            self.partial.store(o, out_tile, col, params)
 
     @inlined
-    def store_lse(self, lse, scale, out_tile, given):
+    def store_lse(self, lse, scale, out_tile, params):
         if out_tile.is_final:
-            self.final.store_lse(lse, scale, out_tile, given)
+            self.final.store_lse(lse, scale, out_tile, params)
         else:
-            self.partial.store_lse(lse, scale, out_tile, given)
+            self.partial.store_lse(lse, scale, out_tile, params)

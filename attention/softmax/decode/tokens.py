@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 @static
-class Alike:
+class UniformRows:
     """Each sequence has a batch, and all have the same number of tokens. band: rows of a tile."""
 
     band: int
@@ -29,12 +29,12 @@ class Alike:
         return ""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """{kernel's argument: its type} of what this needs in the kernel."""
         return {}
 
     @inlined
-    def find(self, band, tokens, group, given):
+    def find(self, band, tokens, group, params):
         """The Rows of tile number `band`; there are `tokens` tokens, with `group` rows each."""
         return Rows(int32(0), int32(0), int32(tokens), int32(self.band * band))
 
@@ -56,40 +56,40 @@ class Alike:
         return True
 
     @inlined
-    def nobodys(self, rows, tokens, group, given):
+    def nobodys(self, rows, tokens, group, params):
         """(the first token of a tile that lies behind the last sequence, the last one), of a batch of `tokens` tokens. There
         are none if the last one comes first. Tiles that the last sequence does not need go on to the end of the batch."""
         return int32(0), int32(-1)
 
 
-class OneBehindTheOther(Alike):
-    """All sequences lie in one batch; sequence n has the tokens from given.ends[n] to given.ends[n + 1]. Its tiles begin at
+class PackedRows(UniformRows):
+    """All sequences lie in one batch; sequence n has the tokens from params.ends[n] to params.ends[n + 1]. Its tiles begin at
     tile ends[n] group // band + n, which leaves room for all of them; some tiles have no rows."""
 
     def __str__(self):
         return " packed"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         return {"ends": ENDS}
 
     @inlined
-    def find(self, band, tokens, group, given):
-        """See Alike. The sequence is found by bisection."""
-        low, high = int32(0), int32(given.ends.shape[0] - 1)
+    def find(self, band, tokens, group, params):
+        """See UniformRows. The sequence is found by bisection."""
+        low, high = int32(0), int32(params.ends.shape[0] - 1)
         while high - low > 1:
             middle = int32((low + high) // 2)
-            if given.ends[middle] * group // self.band + middle <= band:
+            if params.ends[middle] * group // self.band + middle <= band:
                 low = middle
             else:
                 high = middle
-        start = int32(given.ends[low])
+        start = int32(params.ends[low])
         first = int32(start * group // self.band + low)
-        return Rows(low, start, int32(given.ends[low + 1] - start), int32(self.band * (band - first)))
+        return Rows(low, start, int32(params.ends[low + 1] - start), int32(self.band * (band - first)))
 
     @inlined
     def number(self, number, splits, rows):
-        """See Alike. Here the tile decides the sequence, and the block decides the part."""
+        """See UniformRows. Here the tile decides the sequence, and the block decides the part."""
         return int32(rows.sequence * splits + number)
 
     @inlined
@@ -103,7 +103,7 @@ class OneBehindTheOther(Alike):
         return rows.row < rows.tokens * group
 
     @inlined
-    def nobodys(self, rows, tokens, group, given):
+    def nobodys(self, rows, tokens, group, params):
         row, end = int32(rows.start * group + rows.row), int32(rows.start + rows.tokens)
-        last = min((row + self.band - 1) // group, tokens - 1) if rows.sequence + 2 == given.ends.shape[0] else -1
+        last = min((row + self.band - 1) // group, tokens - 1) if rows.sequence + 2 == params.ends.shape[0] else -1
         return int32(max(end, row // group)), int32(last)

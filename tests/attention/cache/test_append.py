@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import attention
-from attention.cache.append import Room
+from attention.cache.append import RoomCheck
 
 BF16, F16, F32, F8 = ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn
 WORDS = {1: np.uint8, 2: np.uint16}
@@ -327,8 +327,8 @@ def test_nan_and_infinity_go_through():
 
 # ---- no room ---------------------------------------------------------------------------------------------------------
 FULL = {
-    "lengths: sequence 2 has room for 9 keys: lengths[2]=8, 2 new": dict(lengths=(3, 0, 8)),
-    "lengths: sequence 0 has room for 9 keys: lengths[0]=-1, 2 new": dict(lengths=(-1, 0, 8)),
+    "lengths: sequence 2 has room for 9 keys: lengths[2]=8, 2 new tokens": dict(lengths=(3, 0, 8)),
+    "lengths: sequence 0 has room for 9 keys: lengths[0]=-1, 2 new tokens": dict(lengths=(-1, 0, 8)),
     "rotary: has 12 positions: sequence 0 begins at 11": dict(lengths=(11,), rotary=16, size=20),
 }
 
@@ -366,7 +366,7 @@ def test_pages_outside_the_pool_are_refused(entry):
 
 def test_what_has_no_room_is_not_written(monkeypatch):
     """As on a device, where nobody reads lengths: all other tokens are written, and queries beyond the tables are NaN."""
-    monkeypatch.setattr(Room, "run", lambda *_: None)
+    monkeypatch.setattr(RoomCheck, "run", lambda *_: None)
     given = inputs(rotary=16, lengths=(8, -1, 6, 0), new=3, queries=1)
     wanted = given["k"].copy()
     some = [(0, 8, 0), *((2, 6 + i, i) for i in range(3)), *((3, i, i) for i in range(3))]
@@ -384,7 +384,7 @@ def test_what_has_no_room_is_not_written(monkeypatch):
 
 
 def test_tables_that_end_early(monkeypatch):
-    monkeypatch.setattr(Room, "run", lambda *_: None)
+    monkeypatch.setattr(RoomCheck, "run", lambda *_: None)
     given = inputs(rotary=16, lengths=(10,), new=4, size=20, queries=1)
     out = attention.append(**given)
     assert (bits(given["k"])[0, 10:12] != POISON[2]).any((1, 2)).all() and (bits(given["k"])[0, 12:] == POISON[2]).all()
@@ -396,22 +396,24 @@ REFUSED = {
     "k: dtype must be k_new's": dict(k=lambda x: x.astype(F16), v=lambda x: x.astype(F16)),
     "v: dtype must be k_new's or float8_e4m3fn, as k's": dict(v=lambda x: x.astype(F8)),
     "k: last axis must be contiguous": dict(k=lambda x: np.zeros((3, 9, 2, 64), BF16)[..., ::2]),
-    "k: must have as many caches as there are sequences, 3": dict(k=lambda x: x[:2], v=lambda x: x[:2]),
+    "k: batch must equal the number of sequences, 3, unless pages or batch_index": dict(k=lambda x: x[:2], v=lambda x: x[:2]),
     "v: value_dim must equal v_new.s": dict(v_new=lambda x: x[..., :16]),
     "lengths: ": dict(lengths=lambda x: x[:2]),
     "k: must be writable": dict(k=lambda x: np.frombuffer(x.tobytes(), BF16).reshape(x.shape)),
-    "cos: must have half as many columns as are rotated, 16 at most": dict(rotary=lambda x: (np.ones((9, 17), F32),) * 2),
-    r"cos: must have half .*of tables that say each twice, as transformers' do, cos\[:, :16\]\)": dict(
+    "cos: must have a column for each pair of rotated columns, from 1 to 16": dict(
+        rotary=lambda x: (np.ones((9, 17), F32),) * 2
+    ),
+    r"cos: must have a column .*transformers' tables repeat each column: pass cos\[:, :16\]\)": dict(
         rotary=lambda x: (np.ones((9, 32), F32),) * 2
     ),
     "rotary: must be a pair": dict(rotary=lambda x: np.ones((9, 16))),
-    "q: is rotated, and takes rotary": dict(q=lambda x: np.ones((3, 2, 2, 32), BF16)),
-    "out: takes q": dict(out=lambda x: np.ones((3, 2, 2, 32), BF16)),
-    "positions: are those of rotary": dict(positions=lambda x: np.zeros(3, np.int32)),
-    "k_descale: must be given where v_descale is": dict(k_descale=lambda x: np.ones(2, F32)),
-    "k_descale: is for a cache of float8": dict.fromkeys(["k_descale", "v_descale"], lambda x: np.ones(2, F32)),
+    "q: is passed to be rotated, and needs rotary": dict(q=lambda x: np.ones((3, 2, 2, 32), BF16)),
+    "out: is where the rotated q goes": dict(out=lambda x: np.ones((3, 2, 2, 32), BF16)),
+    "positions: are rows of rotary's tables": dict(positions=lambda x: np.zeros(3, np.int32)),
+    "v_descale: must be passed together with k_descale": dict(k_descale=lambda x: np.ones(2, F32)),
+    "k_descale: must be None unless the cache is float8": dict.fromkeys(["k_descale", "v_descale"], lambda x: np.ones(2, F32)),
     "v_descale: must have the axes": dict(k_descale=lambda x: np.ones((3, 9, 2), F32), v_descale=lambda x: np.ones(2, F32)),
-    "batch_index: pages say already": dict(
+    "batch_index: must be None where pages is passed": dict(
         pages=lambda x: np.zeros((3, 1), np.int32), batch_index=lambda x: np.zeros(3, np.int32)
     ),
     "interleaved: must be a bool": dict(interleaved=lambda x: 1),

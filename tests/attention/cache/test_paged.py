@@ -55,7 +55,7 @@ class Model:
         rows = cache.pages[cache.pages >= 0]
         held, counts = np.unique(rows, return_counts=True)
         assert len(held) + cache.free_pages == self.all
-        assert [cache._sharers[page] for page in held] == counts.tolist() and sum(cache._sharers) == counts.sum()
+        assert [cache._ref_counts[page] for page in held] == counts.tolist() and sum(cache._ref_counts) == counts.sum()
         unused = [n for n in range(self.sequences) if n not in self.lists]
         assert (cache.pages[unused] == -1).all() and (cache.lengths[unused] == 0).all()
 
@@ -65,9 +65,9 @@ class Model:
             cache.pages.tobytes(),
             cache.lengths.tobytes(),
             cache.starts.tobytes(),
-            list(cache._sharers),
-            sorted(cache._free),
-            sorted(cache._places),
+            list(cache._ref_counts),
+            sorted(cache._free_pages),
+            sorted(cache._free_numbers),
         )
 
     def refused(self, call, *args):
@@ -181,14 +181,17 @@ def test_mistakes_are_named():
     for call, said in [
         (lambda: cache.free(1), "sequence 1 is not in use; those in use: [0]"),
         (lambda: cache.fork(7), "sequence 7 is not in use"),
-        (lambda: cache.reserve([a, a], 1), "sequences: must be different ones"),
-        (lambda: cache.reserve([a], [1, 2]), "tokens: must be a number from 0 on for each sequence"),
-        (lambda: cache.reserve([a], -1), "tokens: must be a number from 0 on"),
-        (lambda: cache.append([a], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: there are 1: layer=1"),
-        (lambda: two.append([0], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: the first one was not extended by these tokens"),
+        (lambda: cache.reserve([a, a], 1), "sequences: must not repeat a number"),
+        (lambda: cache.reserve([a], [1, 2]), "tokens: must be an integer >= 0 for each sequence"),
+        (lambda: cache.reserve([a], -1), "tokens: must be an integer >= 0"),
+        (lambda: cache.append([a], *np.zeros((2, 1, 1, 1, 1)), layer=1), "layer: must be from 0 to 0: layer=1"),
+        (
+            lambda: two.append([0], *np.zeros((2, 1, 1, 1, 1)), layer=1),
+            "layer: append to layer 0 first, with the same sequences",
+        ),
         (lambda: cache.rewind(a, 1), "length: must be from 0 to the 0 tokens of sequence 0"),
-        (lambda: cache.append([a], np.zeros((2, 1, 1, 1)), None), "k_new: must have (1, 1) batches and tokens"),
-        (lambda: cache.append([a], np.zeros((1, 3, 1, 1)), None, tokens=[2]), "k_new: must have (1, 2)"),
+        (lambda: cache.append([a], np.zeros((2, 1, 1, 1)), None), "k_new: must have 1 batches and 1 tokens"),
+        (lambda: cache.append([a], np.zeros((1, 3, 1, 1)), None, tokens=[2]), "k_new: must have 1 batches and 2 tokens"),
         (lambda: PagedCache([], sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4) + pools(5, 4), sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4), sequences=0, tokens=1), "layers, sequences, tokens: must not be empty"),
@@ -204,17 +207,17 @@ def test_mistakes_are_named():
             PagedCache(wrong, sequences=1, tokens=1)
     with pytest.raises(TypeError, match="tokens: must be an integer: tokens='64'"):
         PagedCache(pools(4, 4), sequences=1, tokens="64")
-    with pytest.raises(TypeError, match="sequences: must be a list of their numbers: sequences=0"):
+    with pytest.raises(TypeError, match="sequences: must be a list of sequence numbers: sequences=0"):
         cache.append(a, *np.zeros((2, 1, 1, 1, 1)))
     other = type("Other", (), {"shape": (1, 1, 1, 1), "__dlpack__": None, "__dlpack_device__": None})()
-    with pytest.raises(TypeError, match="a paged cache is made of arrays of"):
+    with pytest.raises(TypeError, match="k: must be an array of NumPy, torch, CuPy or JAX"):
         PagedCache([(other, other)], sequences=1, tokens=1)
     with pytest.raises(Full, match="sequence 0 has room for 16 tokens: 0 are there, 17 to come"):
         cache.reserve([a], 17)
     cache.add()
-    with pytest.raises(Full, match="there are 2 sequences, as many as there can be"):
+    with pytest.raises(Full, match="all 2 sequence numbers are in use"):
         cache.add()
-    with pytest.raises(Full, match="there are 2 sequences"):
+    with pytest.raises(Full, match="all 2 sequence numbers are in use"):
         cache.fork(a)
 
 
@@ -346,32 +349,32 @@ def test_a_cache_keeps_descales(put):
         q, turned = put(draw(2, 1)), cache.tables([b, a])
         out = attention.decode(q, *cache.layers[1], **cache.descales[1], lengths=turned[1], pages=turned[0])
         assert np.isfinite(back(out)).all()
-    with pytest.raises(ValueError, match="k_descale: is the cache's own"):
+    with pytest.raises(ValueError, match="k_descale: must not be passed to a cache that keeps its own"):
         cache.append([a], put(draw(1, 1)), put(draw(1, 1)), k_descale=None)
 
 
 def test_a_cache_with_descales_is_of_fp8():
-    with pytest.raises(TypeError, match="scaled: is for pools of float8_e4m3fn"):
+    with pytest.raises(TypeError, match="scaled: must be False unless all pools are float8_e4m3fn"):
         PagedCache(pools(4, 4), sequences=1, tokens=1, scaled=True)
 
 
 def test_of_jax_not_all_options_are_served():
     k = as_jax(np.zeros((2, 4, 1, 8), BF16))
     cache = PagedCache([(k, k)], sequences=1, tokens=8)
-    with pytest.raises(NotImplementedError, match="positions: is not served on JAX's arrays"):
+    with pytest.raises(NotImplementedError, match="positions: is not supported for JAX arrays"):
         cache.append([cache.add()], k[:1, :1], k[:1, :1], positions=None)
 
 
-def test_what_append_of_a_cache_is_told():
-    """Refused in its own words before anything changes."""
+def test_append_refuses_wrong_arguments():
+    """Each error names the argument, and nothing has changed."""
     pool, new = (np.zeros((6, 16, 2, 64), BF16) for _ in range(2)), np.ones((1, 2, 2, 64), BF16)
     cache = PagedCache([tuple(pool)], sequences=3, tokens=64)
     a = cache.add()
     for error, words, sequences, options in (
-        (ValueError, "lengths: is the cache's own", [a], dict(lengths=np.zeros(1, np.int32))),
-        (ValueError, "layout: is the cache's own, whose pools are", [a], dict(layout="bhsd")),
+        (ValueError, "lengths: must not be passed: the cache sets it", [a], dict(lengths=np.zeros(1, np.int32))),
+        (ValueError, "layout: must not be passed: the cache sets it, and its pools are", [a], dict(layout="bhsd")),
         (TypeError, "tokens: must be a list, one for each sequence: tokens=5", [a], dict(tokens=5)),
-        (TypeError, "sequences: must be numbers that `add` gave: 0.0", [0.0], {}),
+        (TypeError, "sequences: must be integers that `add` or `fork` returned: 0.0", [0.0], {}),
         (
             TypeError,
             r"append\(\) got an unexpected keyword argument 'is_causal'; here that is causal",

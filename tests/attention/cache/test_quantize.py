@@ -161,8 +161,12 @@ def test_as_compiled(as_compiled):
         ("x: must not be empty", np.zeros((1, 0, 1, 64), BF16), {}),
         ("descale: ", np.zeros((1, 2, 1, 64), BF16), dict(descale=np.ones(2, F32))),
         ("out: dtype must be one of", np.zeros((1, 2, 1, 64), BF16), dict(out=np.zeros((1, 2, 1, 64), BF16))),
-        ("block: must be 128, the rows that", np.zeros((1, 2, 1, 64), BF16), dict(block=64)),
-        ("descale: is made of each block", np.zeros((1, 2, 1, 64), BF16), dict(block=128, descale=np.ones((1, 1), F32))),
+        ("block: must be 128, the rows that share a descale", np.zeros((1, 2, 1, 64), BF16), dict(block=64)),
+        (
+            "descale: must be None where block is passed",
+            np.zeros((1, 2, 1, 64), BF16),
+            dict(block=128, descale=np.ones((1, 1), F32)),
+        ),
         ("centred: must be a bool", np.zeros((1, 2, 1, 64), BF16), dict(centred=1)),
     ],
 )

@@ -111,7 +111,7 @@ def faults():
         parallel.forward(*given, length=39)
     with pytest.raises(NotImplementedError, match="alibi: by ring"):
         parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
-    with pytest.raises(ValueError, match=r"(?s)rank 0: memory=None; turns=1\nrank 1: memory=1; turns=2"):
+    with pytest.raises(ValueError, match=r"(?s)rank 0: memory=None; sweeps=1\nrank 1: memory=1; sweeps=2"):
         parallel.forward(*[parallel.shard(x) for x in drawn(48, 4, 2)], scheme="ring", memory=1 if rank else None)
     with pytest.raises(ValueError, match="rank 0: length=None of shares of 24: give length where these differ.*\n.*of 16"):
         parallel.forward(*[parallel.shard(x) for x in drawn(40)])

@@ -126,7 +126,7 @@ def test_strong_decays(place, decay, gate):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_segments(place, monkeypatch, decay):
     """A sequence that is cut into three gives what it gives in one piece."""
-    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
+    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
     check(place, inputs(1, 300, decay=decay))
 
 

@@ -7,7 +7,7 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.recurrent.delta_rule import states
+from attention.recurrent.delta_rule import final_states
 
 
 def agree(place, k, v, beta, decay, more=None, ends=None, **options):
@@ -20,7 +20,7 @@ def agree(place, k, v, beta, decay, more=None, ends=None, **options):
     start[..., value_dim:] = np.eye(key_dim, more)
     put = lambda x: None if x is None else place.put(x)
     told = {"decay": put(decay), "cu_seqlens": put(ends), **options}
-    found = place.get(states(*map(put, (k, v, beta, start)), **told))
+    found = place.get(final_states(*map(put, (k, v, beta, start)), **told))
     wide = np.concatenate([v.astype(np.float32), np.zeros((*v.shape[:3], more), np.float32)], -1)
     told = {"beta": beta, "decay": decay, "initial_state": start, "cu_seqlens": ends}
     _, last = reference.linear(k, k, wide, **told)
@@ -64,7 +64,7 @@ def test_sequences_one_behind_the_other(place, monkeypatch, gated):
     found = []
     for lay, begin, ends in runs:
         k, v, beta, decay = (None if x is None else place.put(lay(x)) for x in arrays)
-        found.append(place.get(states(k, v, beta, place.put(begin), decay=decay, cu_seqlens=place.put(ends))))
+        found.append(place.get(final_states(k, v, beta, place.put(begin), decay=decay, cu_seqlens=place.put(ends))))
     assert (found[1][packing.which] == found[0]).all() and (found[0][1] == start[1]).all()
 
 
@@ -74,10 +74,10 @@ def test_chunks_that_are_skipped(place):
     decay[..., 1] *= 2e-3
     start = np.random.default_rng(1).standard_normal((1, 2, 64, 64), np.float32)
     put, skipped = place.put, np.array([[[4], [0]]], np.float32)
-    whole = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay)))
-    found = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped)))
+    whole = place.get(final_states(*map(put, (k, v, beta, start)), decay=put(decay)))
+    found = place.get(final_states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped)))
     assert np.abs(found - whole).max() <= 2**-20
-    none = place.get(states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped + 5)))
+    none = place.get(final_states(*map(put, (k, v, beta, start)), decay=put(decay), skipped=put(skipped + 5)))
     assert (none[:, 0] == 0).all() and np.abs(none[:, 1]).max() > 0
 
 
@@ -88,8 +88,8 @@ def test_token_by_token(place):
 
 def test_too_few_columns():
     _, k, v, beta, _ = inputs(1, 20, 1, 64, 32)
-    with pytest.raises(ValueError, match="initial_state: must have a column for each of v's"):
-        states(k, v, beta, np.zeros((1, 1, 64, 16), np.float32))
+    with pytest.raises(ValueError, match="initial_state: must have at least as many columns as v"):
+        final_states(k, v, beta, np.zeros((1, 1, 64, 16), np.float32))
 
 
 def test_as_compiled_for_hopper(as_compiled):

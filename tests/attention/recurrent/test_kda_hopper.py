@@ -54,7 +54,7 @@ def test_gates_of_any_size(place, gate, dtype):
 def test_chunks_as_strong_as_a_dtype_holds(place, strength, dtype, of):
     """On both sides of the limit."""
     q, k, v, beta, decay = inputs(1, 130, 1, 128, 64, dtype)
-    decay[:] = strength * 2 * decay_frame.LEAST[of] / decay_frame.LOG2_E / 64
+    decay[:] = strength * 2 * decay_frame.MIN_LOG2_DECAY[of] / decay_frame.LOG2_E / 64
     agree(place, q, k, v, beta, decay)
 
 

@@ -149,14 +149,14 @@ def test_keys_of_two_parts(place, decay, sequences):
 @pytest.mark.parametrize("decay", ["none", "head", "token"])
 def test_segments(place, monkeypatch, nothing_known, decay, key_dim):
     """A sequence in three, the last chunk not whole: each starts from what those before it add up to."""
-    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
+    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
     check(place, inputs(1, 300, key_dim, decay=decay))
 
 
 @pytest.mark.parametrize(("decay", "family"), [("none", "sm_80"), ("head", "sm_90"), ("token", "sm_80"), ("token", "sm_90")])
 def test_both_passes_apart_are_what_they_are_together(place, monkeypatch, nothing_known, decay, family):
     """And what segments leave makes up the state behind the last token: attention.parallel composes it."""
-    monkeypatch.setattr(chunks, "_parts", lambda *_: 3)
+    monkeypatch.setattr(chunks, "_count_segments", lambda *_: 3)
     given = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
     wanted, state = (place.get(x) for x in linear(**given, return_state=True, family=family))
     first = given.pop("initial_state")
@@ -211,7 +211,7 @@ STRENGTHS += [(256, bf16, bf16, WEAK)]
 def test_channels_as_strong_as_a_dtype_holds(place, key_dim, dtype, gates, strength):
     """On both sides of the limit, weak chunks and strong ones in turn, a last one that is not whole."""
     given = inputs(1, 200, key_dim, 128, "channel", dtype=dtype, gates=gates)
-    limit = 2 * decay_frame.LEAST[tiles_f16 if dtype is f16 else tiles_bf16] / decay_frame.LOG2_E / 64
+    limit = 2 * decay_frame.MIN_LOG2_DECAY[tiles_f16 if dtype is f16 else tiles_bf16] / decay_frame.LOG2_E / 64
     given["decay"][:] = -0.01
     given["decay"][:, 64:128, :, ::3] = strength * limit
     given["decay"][:, 192:, :, 5] = 1.1 * limit
@@ -343,8 +343,8 @@ def test_the_walk_on_its_own(place, monkeypatch, nothing_known, decay):
     """Token by token everything is right to one rounding, states to a few of float32."""
     given = inputs(1, 40, 32, 48, decay)
     given["initial_state"] = np.random.default_rng(3).standard_normal((1, HEADS, 32, 48)).astype(f32)
-    monkeypatch.setattr(rules, "by_channel", lambda _: True)  # as if it were so: none of sm_80's kernels of chunks serves it
-    monkeypatch.setattr(chunks, "by_token", lambda *_, **__: pytest.fail("in chunks"))
+    monkeypatch.setattr(rules, "has_channel_decay", lambda _: True)  # which no chunk kernel of sm_80 serves
+    monkeypatch.setattr(chunks, "plan_token_decay", lambda *_, **__: pytest.fail("in chunks"))
     out, state = linear(**{name: place.put(x) for name, x in given.items()}, return_state=True, family="sm_80")
     ref, last = reference.linear(**given)
     reference.assert_close(place.get(out), ref, ref.astype(bf16))

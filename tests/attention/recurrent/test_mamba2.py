@@ -142,7 +142,7 @@ def test_packed_sequences_into_ones_own_array():
     assert mamba2(**given, seq_idx=SEQ_IDX.astype(np.int64), out=out) is out
     assert (out == mamba2(**given, seq_idx=SEQ_IDX)).all() and out.any()
     apart = np.zeros((2, 80, 2, 16), bf16)[:, :40]
-    with pytest.raises(ValueError, match="^out: with seq_idx its batches must follow on each other"):
+    with pytest.raises(ValueError, match="^out: with seq_idx its batches must be contiguous in memory"):
         mamba2(**given, seq_idx=SEQ_IDX, out=apart)
 
 
@@ -168,7 +168,7 @@ def test_packed_sequences_cannot_be_traced(traced):
     """By JAX, which has no numbers of the one or cannot take those of the other."""
     jax = pytest.importorskip("jax")
     given = inputs(40, 16, 16, batch=2, heads=2) | {"seq_idx": SEQ_IDX}
-    with pytest.raises(NotImplementedError, match="^seq_idx: is read, and cannot be where the call is traced: give cu_seqlens"):
+    with pytest.raises(NotImplementedError, match="^seq_idx: its numbers cannot be read while the call is traced"):
         jax.jit(lambda x: mamba2(**given | {traced: x}))(given[traced])
 
 

@@ -56,7 +56,7 @@ def problem(member="linear", layout="bshd", **arrays):
     given = needed(member) | arrays
     forms = {name: describe(given[name], name).form for name in schema.names if name in given}
     found = schema.problem(forms, layout)
-    rules.check(found, *(("B", "x") if member == "mamba2" else ()))
+    rules.check_extents(found, *(("B", "x") if member == "mamba2" else ()))
     return found
 
 
@@ -67,7 +67,7 @@ def test_extents_and_results():
     assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 32, 16), "float32")
     assert p.made("final_z") == ((2, 6, 32), "float32") and p["initial_state"].form.shape == (2, 6, 32, 16)
     assert p["q"].form.strides == (5 * 3 * 64, 3 * 64, 64, 2) and p["out"].form.strides == (5 * 6 * 32, 6 * 32, 32, 2)
-    assert p.by_tma and rules.scale_of(p, None) == 32**-0.5 and not rules.by_channel(p) and not rules.varlen(p)
+    assert p.by_tma and rules.resolve_scale(p, None) == 32**-0.5 and not rules.has_channel_decay(p) and not rules.is_varlen(p)
 
 
 @every
@@ -95,7 +95,7 @@ def test_a_step_has_no_sequence():
 def test_forms_of_decay(member, choice, shape):
     decay = valid(member, "decay", choice)
     p = problem(member, decay=decay)
-    assert p["decay"].form.shape == shape and rules.by_channel(p) == (choice == 2)
+    assert p["decay"].form.shape == shape and rules.has_channel_decay(p) == (choice == 2)
     assert problem(member, decay=decay.astype(bf16))["decay"].form.dtype == "bfloat16"
 
 
@@ -104,7 +104,7 @@ def test_sequences_of_one_batch(member):
     one = needed(member, B=1, S=9)
     ends = zeros(4, dtype=np.int64)
     p = problem(member, **one, cu_seqlens=ends, initial_state=zeros(3, 6, 32, 16, dtype=f32))
-    assert p("BNS") == (1, 3, 9) and p.made("state")[0] == (3, 6, 32, 16) and rules.varlen(p)
+    assert p("BNS") == (1, 3, 9) and p.made("state")[0] == (3, 6, 32, 16) and rules.is_varlen(p)
     assert p["cu_seqlens"].form.dtype == "int64"
 
 

@@ -12,7 +12,7 @@ from poison import Packing, as_on_a_device, poisoned
 from attention import reference
 from attention.recurrent import chunks
 from attention.recurrent import delta_rule as module
-from attention.recurrent.chunks import Costs, in_launches
+from attention.recurrent.chunks import Costs, choose_segments
 from attention.recurrent.delta_rule import delta_rule
 from attention.recurrent.kernels import gla_states_hopper, kda_states_hopper, maps_hopper, starts
 from attention.recurrent.linear import linear
@@ -54,7 +54,7 @@ def agree(place, given, factor=2, **more):
 @pytest.fixture
 def cut(monkeypatch, nothing_known):
     """cut(n): from here on every sequence is cut into n segments."""
-    return lambda n: monkeypatch.setattr(chunks, "in_launches", lambda *_: n)
+    return lambda n: monkeypatch.setattr(chunks, "choose_segments", lambda *_: n)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,8 +151,8 @@ def test_without_a_state_to_begin_with(place, cut, delta, kind):
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
 def test_as_many_as_the_rule_says(monkeypatch, nothing_known, delta, kind):
     """And when lengths alone are new, as many as it says of these."""
-    found, rule = [], chunks.in_launches
-    monkeypatch.setattr(chunks, "in_launches", lambda *given: found.append(rule(*given)) or found[-1])
+    found, rule = [], chunks.choose_segments
+    monkeypatch.setattr(chunks, "choose_segments", lambda *given: found.append(rule(*given)) or found[-1])
     for place in chunks, module:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
     for length in 1300, 1000, 200, 64:
@@ -176,28 +176,31 @@ def test_as_compiled_for_hopper(as_compiled, cut, delta, kind):
     agree(OnInterpreter(), case(delta, kind, 130))
 
 
-COSTS = Costs(both=1.5, again=0.8, added=0.5, launches=3)
+COSTS = Costs(two_consumers=1.5, first_pass=0.8, compose=0.5, extra_launches=3)
 
 
 def test_the_rule_cuts_what_leaves_multiprocessors_idle():
     """Few sequences, until they fill the GPU; none where heads do so already, nor short ones."""
-    assert in_launches(4, 1, 1, 512, 132, COSTS) == 32
-    assert in_launches(132, 1, 1, 512, 132, COSTS) == 1
-    assert in_launches(100, 1, 1, 512, 132, COSTS) == 1  # a second segment of all would not find room
-    assert in_launches(8, 1, 1, 7, 132, COSTS) == 1
-    assert in_launches(0, 1, 1, 512, 132, COSTS) >= 1
+    assert choose_segments(4, 1, 1, 512, 132, COSTS) == 32
+    assert choose_segments(132, 1, 1, 512, 132, COSTS) == 1
+    assert choose_segments(100, 1, 1, 512, 132, COSTS) == 1  # a second segment of all would not find room
+    assert choose_segments(8, 1, 1, 7, 132, COSTS) == 1
+    assert choose_segments(0, 1, 1, 512, 132, COSTS) >= 1
 
 
 def test_the_rule_counts_every_cost():
     """Each makes segments fewer, or wider passes."""
-    assert in_launches(2, 1, 1, 256, 132, COSTS) == 32
-    assert in_launches(2, 1, 1, 256, 132, COSTS._replace(added=4)) == 10
-    assert in_launches(2, 1, 1, 256, 132, COSTS._replace(added=0)) == 64
-    assert in_launches(8, 2, 4, 16, 132, COSTS) == 4 and in_launches(8, 2, 4, 16, 132, COSTS._replace(launches=20)) == 1
-    assert in_launches(30, 2, 2, 128, 132, COSTS) == 4 and in_launches(30, 2, 8, 128, 132, COSTS) == 1  # columns before
-    assert in_launches(30, 2, 4, 128, 132, COSTS) == 1 and in_launches(30, 2, 4, 128, 132, COSTS._replace(again=0.5)) == 4
-    assert in_launches(16, 2, 2, 128, 132, COSTS) == 8 and in_launches(16, 2, 2, 128, 132, COSTS._replace(both=2)) == 4
-    assert in_launches(20, 2, 2, 128, 132, COSTS) == 6  # thirteen, if blocks began and ended in no time
+    assert choose_segments(2, 1, 1, 256, 132, COSTS) == 32
+    assert choose_segments(2, 1, 1, 256, 132, COSTS._replace(compose=4)) == 10
+    assert choose_segments(2, 1, 1, 256, 132, COSTS._replace(compose=0)) == 64
+    assert choose_segments(8, 2, 4, 16, 132, COSTS) == 4
+    assert choose_segments(8, 2, 4, 16, 132, COSTS._replace(extra_launches=20)) == 1
+    assert choose_segments(30, 2, 2, 128, 132, COSTS) == 4 and choose_segments(30, 2, 8, 128, 132, COSTS) == 1  # columns before
+    assert choose_segments(30, 2, 4, 128, 132, COSTS) == 1
+    assert choose_segments(30, 2, 4, 128, 132, COSTS._replace(first_pass=0.5)) == 4
+    assert choose_segments(16, 2, 2, 128, 132, COSTS) == 8
+    assert choose_segments(16, 2, 2, 128, 132, COSTS._replace(two_consumers=2)) == 4
+    assert choose_segments(20, 2, 2, 128, 132, COSTS) == 6  # thirteen, if blocks began and ended in no time
 
 
 SHIPPED = [

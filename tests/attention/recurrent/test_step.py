@@ -8,7 +8,7 @@ import pytest
 
 from attention import reference
 from attention.recurrent.kernels import token_loop
-from attention.recurrent.kernels.token_loop import GREATEST, Config, make
+from attention.recurrent.kernels.token_loop import LARGEST_KEY_DIMS, Config, make
 from attention.recurrent.step import linear_step
 from tiles.arguments import signature
 from tiles.compiler import compile_kernel
@@ -145,12 +145,12 @@ def test_states_that_cannot_be_moved(change, message):
 
 
 def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
-    monkeypatch.setattr(token_loop, "MOST", 2)
-    with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: 4, 3"):
+    monkeypatch.setattr(token_loop, "MAX_GRID_YZ", 2)
+    with pytest.raises(ValueError, match="^q: must have at most 2 heads and sequences: heads=4, sequences=3"):
         linear_step(**inputs(48, 80))
 
 
-@pytest.mark.parametrize(("key_dim", "decay"), [*itertools.product(GREATEST, ("", "token", "channel"))][::2])
+@pytest.mark.parametrize(("key_dim", "decay"), [*itertools.product(LARGEST_KEY_DIMS, ("", "token", "channel"))][::2])
 def test_the_state_stays_in_registers(key_dim, decay):
     """Of the greatest key dim that so many blocks of an SM must do with, by the delta rule, which takes most."""
     config = Config(key_dim, decay, delta=True, single=True)

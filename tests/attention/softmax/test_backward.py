@@ -89,12 +89,12 @@ def test_wide_heads(place, lengths, heads, options):
     ],
 )
 def test_short_sequences_have_shapes_of_their_own(head_dim, lengths, variant, shape):
-    found = ampere.short(head_dim, 8, variant, *lengths)
+    found = ampere.short_shape(head_dim, 8, variant, *lengths)
     assert (found and found[:2]) == shape
 
 
 def test_warps_have_equal_parts_of_dq():
-    with pytest.raises(ValueError, match="4 warps cannot have as many of 2 parts of dQ each"):
+    with pytest.raises(ValueError, match="warps: must divide the 2 parts of dQ: self.warps=4"):
         ampere.config_for(64, bf16, FULL, shape=(64, 32, 16, 32, False, 3))
 
 
@@ -382,18 +382,18 @@ def test_the_formula_agrees_with_finite_differences(name):
 
 @pytest.mark.parametrize("variant", [FULL, CAUSAL, Right(), Left(), Both(Right(), Left())], ids=str)
 def test_what_keys_are_seen_by(variant):
-    """`seers` is what `keys` says, asked from the other side."""
+    """`query_range` says from the side of the keys what `key_range` says."""
     from types import SimpleNamespace
 
     for queries, keys in ((9, 9), (5, 12), (12, 5)):
-        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, given=SimpleNamespace(left=2, right=1))
+        at = SimpleNamespace(shift=keys - queries, seqlen_q=queries, seqlen_k=keys, params=SimpleNamespace(left=2, right=1))
         sees = np.zeros((queries, keys), bool)
         for i in range(queries):
-            one = variant.keys(i, i, at)
+            one = variant.key_range(i, i, at)
             sees[i, max(0, one.first) : max(0, one.end)] = True
         for first, last in ((0, 0), (1, 3), (4, 4)):
             found, some, all_ = (
-                variant.seers(first, last, at),
+                variant.query_range(first, last, at),
                 sees[:, first : last + 1].any(1),
                 sees[:, first : last + 1].all(1),
             )

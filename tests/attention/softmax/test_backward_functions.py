@@ -16,7 +16,7 @@ from test_backward import call
 import attention
 from attention import reference
 from attention.softmax.backward import launches as module
-from attention.softmax.backward.tiling import Facing
+from attention.softmax.backward.tiling import QueryTiling
 from attention.softmax.tiling import Tiling
 from attention.softmax.variants import Both
 from attention.softmax.visible_keys import CAUSAL, Left, Masked, Right
@@ -78,7 +78,7 @@ def test_tiles_that_see_nothing_are_passed_by(monkeypatch):
     monkeypatch.setattr(module.Before, "launch", launch)
     q, k, v = inputs(1, 64, 64, 1, 1, 64)
     attention.backward(q, q, k, v, q, np.zeros((1, 1, 64), F32), mask=lambda b, h, i, j: (j <= i) | (j < 3), family="sm_80")
-    assert looked == ["Survey", "Gathering"]
+    assert looked == ["Survey", "BuildQueryLists"]
 
 
 VARIANTS = CAUSAL, Right(), Left(), Both(Right(), Left()), Masked(lambda b, h, i, j: j < i)
@@ -91,12 +91,12 @@ def test_tiles_and_blocks_are_the_same_from_both_sides(variant):
 
     for queries, keys in ((300, 300), (100, 270), (270, 100)):
         given = SimpleNamespace(left=40, right=30)
-        at = SimpleNamespace(shift=keys - queries, queries=queries, keys=keys, given=given, head=0)
-        tiling, facing = Tiling(64, 32, variant), Facing(64, 32, variant)
+        at = SimpleNamespace(shift=keys - queries, seqlen_q=queries, seqlen_k=keys, params=given, head=0)
+        tiling, query_tiling = Tiling(64, 32, variant), QueryTiling(64, 32, variant)
         blocks, tiles = range(-(-keys // 32)), range(-(-queries // 64))
         asked = [tiling.key_blocks(64 * tile, at) for tile in tiles]
         for block in blocks:
-            seen = facing.tiles(32 * block, at, 1)
+            seen = query_tiling.query_tiles(32 * block, at, 1)
             for tile in range(seen.first, seen.first + seen.n):
                 assert asked[tile].first <= block < asked[tile].first + asked[tile].n
 

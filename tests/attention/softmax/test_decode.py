@@ -340,8 +340,8 @@ def test_many_short_caches(place, head_dim, size, more, monkeypatch, nothing_kno
     """A block has all keys of a sequence; nothing is shared out, or combined."""
     lengths = (5, 130, 1, 0, 70, 64, 90, 33, 127, 128, 129, 2, 99) * (1 if isinstance(place, OnInterpreter) else 50)
     q, k, v = case(lengths, head_dim=head_dim, tokens=more.get("tokens", 1))
-    monkeypatch.setattr(launches, "shares_for", None)
-    monkeypatch.setattr(launches, "splits_for", None)
+    monkeypatch.setattr(launches, "choose_share_count", None)
+    monkeypatch.setattr(launches, "choose_split_count", None)
     agree(place, q, k, v, lengths, size=size, **{name: x for name, x in more.items() if name != "tokens"})
 
 
@@ -350,12 +350,12 @@ def test_many_short_caches(place, head_dim, size, more, monkeypatch, nothing_kno
     ("blocks", "tiles", "wanted"), [(8, 512, 16), (128, 128, 1), (512, 128, 1), (4096, 64, 1), (1, 1, 1), (4, 0, 1)]
 )
 def test_splits_fill_the_multiprocessors(blocks, tiles, wanted):
-    assert splits.splits_for(blocks, tiles, 132) == wanted
+    assert splits.choose_split_count(blocks, tiles, 132) == wanted
 
 
 @pytest.mark.parametrize(("blocks", "tiles", "wanted"), [(1, 512, 47), (1, 64, 16), (2, 64, 16)])
 def test_many_parts_take_time_to_combine(blocks, tiles, wanted):
-    assert splits.splits_for(blocks, tiles, 132) == wanted
+    assert splits.choose_split_count(blocks, tiles, 132) == wanted
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])

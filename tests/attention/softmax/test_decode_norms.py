@@ -14,7 +14,7 @@ from test_decode_appends import agree as appended
 
 import attention
 from attention import reference
-from attention.reference.softmax import normed
+from attention.reference.softmax import normalize_rows
 
 decoding = importlib.import_module("attention.softmax.decode.decode")
 F32, F64, EPS = np.dtype(np.float32), np.float64, 1e-2
@@ -141,7 +141,7 @@ def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interlea
         at = np.arange(n, n + 2)
         page, row = (where["pages"][b, at // size], at % size) if size else (b, at)
         for found, x, name in ((place.get(hand[0])[page, row], k_new, "k_new_norm"), (place.get(out)[b], q, "q_norm")):
-            wanted = rotated(normed(x[b : b + 1].astype(F64), told[name], EPS, F64, F64)[0], at, interleaved)
+            wanted = rotated(normalize_rows(x[b : b + 1].astype(F64), told[name], EPS, F64, F64)[0], at, interleaved)
             np.testing.assert_allclose(found.astype(F64), wanted, rtol=2**-8, atol=1e-5)
         np.testing.assert_array_equal(place.get(hand[1])[page, row], v_new[b])
     after = {"lengths": place.put(np.array(lengths) + 2), "splits": 2} | {name: place.put(x) for name, x in where.items()}
@@ -159,7 +159,7 @@ def test_without_rotary_queries_are_normalised_by_attention_itself():
     k_new, v_new = draw((2, 1, 2, 64), BF16), draw((2, 1, 2, 64), BF16)
     eight = [np.zeros(k.shape, FP8) for _ in "kv"]
     attention.append(*eight, k_new, v_new, lengths=lengths, k_new_norm=norm, norm_eps=EPS)
-    wanted = normed(k_new.astype(F64), norm, EPS, F64, F64)[:, 0]
+    wanted = normalize_rows(k_new.astype(F64), norm, EPS, F64, F64)[:, 0]
     np.testing.assert_allclose(eight[0][[0, 1], lengths].astype(F64), wanted, rtol=2**-4, atol=2**-9)
     found = attention.decode(q, k, v, k_new=k_new, v_new=v_new, lengths=lengths, k_new_norm=norm, splits=1, **told)
     wanted = attention.decode(q, k, v, lengths=lengths + 1, splits=1, **told)

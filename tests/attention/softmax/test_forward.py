@@ -14,7 +14,7 @@ from places import BF16, OnCard, OnInterpreter, random_on_the_card
 import attention
 from attention import reference
 from attention.softmax import ampere, hopper
-from attention.softmax.sequences import Batched, Packed
+from attention.softmax.sequences import BatchedLayout, PackedLayout
 from attention.softmax.visible_keys import CAUSAL, FULL
 from tiles import bf16
 from tiles.cp_async import PIECES
@@ -24,7 +24,7 @@ FP16 = np.dtype(np.float16)
 pytestmark = pytest.mark.usefixtures("family")
 
 
-PACKED = {"lie": Packed, "axes": (), "by_list": False}
+PACKED = {"seq_layout": PackedLayout, "axes": (), "by_list": False}
 AS_COMPILED = [  # (family, head_dim, causal, length): each head dim, the least by both families
     ("sm_90", 64, True, 200),
     ("sm_80", 64, True, 140),
@@ -135,7 +135,7 @@ def test_no_hazard_under_random_orders(head_dim, seed, monkeypatch):
         (128, CAUSAL, 67, 4096, PACKED, 64),
         (128, CAUSAL, 97, 4096, PACKED, 128),
         (256, FULL, 64, 4096, {}, 128),
-        (64, CAUSAL, 64, 4096, {"lie": Batched, "axes": (), "by_list": True}, 192),
+        (64, CAUSAL, 64, 4096, {"seq_layout": BatchedLayout, "axes": (), "by_list": True}, 192),
     ],
 )
 def test_tiles_have_as_many_rows_as_there_are_queries(head_dim, variant, queries, pairs, kind, wanted):
@@ -147,7 +147,7 @@ def test_two_consumers_where_three_leave_multiprocessors_idle():
     """4 heads of 4096 queries: 88 tiles of 192 rows, or 128 of 128; the same blocks of keys."""
     config = hopper.config_for(128, bf16, FULL, 4096)
     less = hopper.fitted(config, 4096, 4096, 4, 132)
-    assert (config.rows, less.rows) == (192, 128) and config.kv == less.kv and not less.stored
+    assert (config.rows, less.rows) == (192, 128) and config.kv == less.kv and not less.weights_in_shared
 
 
 @pytest.mark.parametrize("family", ["sm_90"], indirect=True)
@@ -159,7 +159,7 @@ def test_fewer_consumers_have_the_same_blocks_of_keys(head_dim, variant, keys):
     config = hopper.config_for(head_dim, bf16, variant, keys)
     for queries, pairs in itertools.product((1, 64, 65, 190, 4096), (1, 4, 16, 100, 132, 528)):
         less = hopper.fitted(config, queries, 512, pairs, 132, config.kv)
-        for name in ("kv", "head_dim", "value_dim", "dtype", "variant", "lie"):
+        for name in ("kv", "head_dim", "value_dim", "dtype", "variant", "seq_layout"):
             assert getattr(less, name) == getattr(config, name)
 
 

@@ -30,7 +30,7 @@ SCORES = {
 def test_by_the_score(name):
     score, at = SCORES[name], (0, 1, I, J)
     found = derivatives(score, ())
-    value, slope = found.bent(S, *at)
+    value, slope = found.score_and_grad(S, *at)
     np.testing.assert_allclose(value, score(S, *at), rtol=1e-6)
     wanted = (np.asarray(score(S + STEP, *at), float) - score(S - STEP, *at)) / (2 * STEP)
     np.testing.assert_allclose(np.broadcast_to(slope, S.shape), wanted, rtol=2e-3, atol=2e-3)

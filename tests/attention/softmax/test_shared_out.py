@@ -101,4 +101,4 @@ def test_decode(shared, place, tokens, lengths, size, more, wanted):
     ],
 )
 def test_what_leaves_multiprocessors_idle(batch, queries, heads, keys, wanted):
-    assert splits.idle(batch, queries, heads, keys, 132) is wanted
+    assert splits.underfills_gpu(batch, queries, heads, keys, 132) is wanted
