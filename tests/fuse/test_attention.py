@@ -43,7 +43,7 @@ def test_few_queries_take_keys_in_parts():
     """One head of keys for all, columns that fill no tile; where parts have one length, are long enough, and blocks are few."""
     arrays = sample((2, 20, 40), (1, 1024, 40), (1, 1024, 24))
     text = PLAIN.source(*arrays)
-    assert "return_lse=True" in text and len(text.splitlines()) <= 80 and "2 parts of the keys" in PLAIN.explain(*arrays)
+    assert "return_lse=True" in text and len(text.splitlines()) <= 80 and "2 splits of the keys" in PLAIN.explain(*arrays)
     compare(PLAIN, arrays, PLAIN.run(*arrays))
     assert PLAIN.proof(*arrays).holds
     for keys, heads in ((1000, 2), (1023, 2), (1024, 80)):

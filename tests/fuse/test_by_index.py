@@ -89,8 +89,8 @@ def test_a_wrong_rule_is_caught(name):
     kernel, arrays = operators.lora_linear_by_index, sample(70)
     found = kernel.trace(kernel._arguments(arrays))
     forms = rules.equivalent_forms(found.roots, found.table, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
-    memoize_by_kinds = next(form for form in forms if len(form.rules) == 2)
-    assert not proof.identity(found.roots, memoize_by_kinds.roots).equal
+    wrong = next(form for form in forms if len(form.rules) == 2)
+    assert not proof.identity(found.roots, wrong.roots).equal
 
 
 @pytest.mark.parametrize("function", [operators.lora_linear_by_index, operators.lora_linear_by_index.run])

@@ -46,8 +46,8 @@ def test_against_float64(rows, columns, card, monkeypatch):
     assert loss.dtype == np.float32 and loss.shape == lse.shape == (rows, 1) and loss[0] == lse[0]
     compare(kernel, arrays, got)
     scores = arrays[0].astype(np.float64) @ arrays[1].astype(np.float64)
-    pick_elements = scores[np.arange(rows), np.maximum(arrays[2], 0)] * (arrays[2] >= 0)
-    wanted = np.log(np.exp(scores).sum(-1)) - pick_elements
+    picked = scores[np.arange(rows), np.maximum(arrays[2], 0)] * (arrays[2] >= 0)
+    wanted = np.log(np.exp(scores).sum(-1)) - picked
     assert np.abs(loss[:, 0] - wanted).max() <= 2**-7 * np.abs(scores).max()
     assert (loss[1:] >= 0).all()
 
@@ -138,8 +138,8 @@ def test_mistakes(function):
 
 def test_what_is_picked_without_a_product():
     """It is a sum of rows."""
-    pick_elements = fuse.kernel(lambda x, index: fuse.pick(x, index) * 2.0)
+    picked = fuse.kernel(lambda x, index: fuse.pick(x, index) * 2.0)
     given = normal(3, 40), np.array([1, -1, 5])
-    got = pick_elements.run(*given)
-    assert "what is picked is the sum" in pick_elements.explain(*given).lower()
+    got = picked.run(*given)
+    assert "a picked element is a masked sum" in picked.explain(*given).lower()
     assert np.allclose(got[:, 0].astype(float), normal(3, 40)[[0, 1, 2], [1, 0, 5]].astype(float) * [2, 0, 2])

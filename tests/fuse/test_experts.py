@@ -67,8 +67,8 @@ def test_a_wrong_rule_is_caught(wrong):
     kernel = fuse.kernel(lambda p, x, g, w: fuse.weighted(p, (x @ fuse.transpose(g)) @ w))
     found = kernel.trace((normal(5, EXPERTS), normal(5, INNER), *(normal(EXPERTS, ACROSS, INNER) for _ in range(2))))
     forms = rules.equivalent_forms(found.roots, found.table, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
-    right, memoize_by_kinds = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
-    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, memoize_by_kinds.roots).equal
+    right, wrong = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
+    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, wrong.roots).equal
 
 
 def test_mistakes():

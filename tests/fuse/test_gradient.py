@@ -60,10 +60,10 @@ def test_finite_differences(name):
     wide = [np.asarray(a, np.float64) for a in (x, y)]
     by = rng.standard_normal(value(*wide).shape).astype(np.float32)
     for place, got in enumerate(values(function.gradient, (x, y, by))):
-        has_columns = rng.standard_normal(wide[place].shape)
-        ahead, back = ([a if n != place else a + step * has_columns for n, a in enumerate(wide)] for step in (1e-6, -1e-6))
+        direction = rng.standard_normal(wide[place].shape)
+        ahead, back = ([a if n != place else a + step * direction for n, a in enumerate(wide)] for step in (1e-6, -1e-6))
         slope = ((value(*ahead) - value(*back)) * by).sum() / 2e-6
-        assert abs((got.reshape(has_columns.shape) * has_columns).sum() - slope) <= 1e-6 * max(1, abs(slope))
+        assert abs((got.reshape(direction.shape) * direction).sum() - slope) <= 1e-6 * max(1, abs(slope))
 
 
 ROWS = np.zeros((4, 8), np.float32), np.zeros((4, 8), np.float32)
@@ -85,11 +85,11 @@ def _functions():
 
 def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
     """Differences agree with all gradients; and they see it if one rule of BACK gives 0.1 % too much to one of its operands."""
-    mask_causal = set()
+    visited = set()
     for function, arrays in _functions():
         roots = function.trace(arrays).roots
         by = [np.zeros(x.extents, np.float32) for x in roots]
-        operations = {x.operation for x in graph.walk(*roots) if x.args} - mask_causal - {*NO_GRADIENT, "is_column"}
+        operations = {x.operation for x in graph.walk(*roots) if x.args} - visited - {*NO_GRADIENT, "is_column"}
         assert function.gradient.differences(*arrays, *by).passed
         for operation in operations:
             right = GRADIENT_RULES[operation]
@@ -105,8 +105,8 @@ def test_each_rule_of_the_chain_rule_has_to_be_right(monkeypatch):
                 known = fuse.kernel(function.definition).gradient.differences(*arrays, *by)
             if not known.passed:  # what shifts a softmax alone is not asked for
                 assert "is NOT the gradient" in str(known)
-                mask_causal.add(operation)
-    assert mask_causal == {*GRADIENT_RULES} - {*NO_GRADIENT}
+                visited.add(operation)
+    assert visited == {*GRADIENT_RULES} - {*NO_GRADIENT}
 
 
 def test_a_sum_is_not_dropped_for_being_0_in_one_field():
@@ -132,7 +132,7 @@ def test_a_norm_comes_back_as_one_writes_it():
 
 def test_what_has_no_rule():
     x = np.ones((3, 8), np.float32)
-    with pytest.raises(NoRule, match="concatenate: has a gradient of two halves"):
+    with pytest.raises(NoRule, match="concatenate: has a gradient only for two equal halves"):
         fuse.kernel(lambda x: fuse.concatenate([x, x, x])).gradient(x, np.ones((3, 24), np.float32))
     with pytest.raises(NoRule, match="w: no result depends on it"):
         fuse.kernel(lambda x, w: x + 1.0).gradient(x, x, x)
@@ -216,9 +216,9 @@ def test_cross_entropy(columns):
     wide = x.astype(float)
     e = np.exp(wide - wide.max(-1, keepdims=True))
     total = e.sum(-1, keepdims=True)
-    pick_elements = np.where(target[:, None] >= 0, np.take_along_axis(wide, target[:, None] % columns, -1), 0)
+    picked = np.where(target[:, None] >= 0, np.take_along_axis(wide, target[:, None] % columns, -1), 0)
     assert cross_entropy.source(x, target).count("@cuda.jit") == 1
-    want = np.log(total) + wide.max(-1, keepdims=True) - pick_elements
+    want = np.log(total) + wide.max(-1, keepdims=True) - picked
     assert np.abs(cross_entropy.run(x, target).astype(float) - want).max() <= 2**-7 * want.max()
     assert cross_entropy.gradient.source(x, target, dy).count("@cuda.jit") == 1
     want = (e / total - (np.arange(columns) == target[:, None])) * dy.astype(float)
@@ -271,9 +271,9 @@ def rows_and_vectors(kinds, rows, columns):
 def test_sums_over_rows(name, kinds, rows, columns):
     """Rows of tiles that fill them are added up as they go by, in registers or shared memory; none is written to be summed."""
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, columns)
-    text, describe = gradient.source(*arrays), gradient.explain(*arrays)
+    text, explanation = gradient.source(*arrays), gradient.explain(*arrays)
     assert text.count("@cuda.jit") == 2 and len(text.splitlines()) <= 2 * 80 and "for_d" not in text
-    assert "The framework" not in describe and "adds up their sums over rows" in describe
+    assert "The framework" not in explanation and "accumulates their sums over rows" in explanation
     compare(gradient, arrays, gradient.run(*arrays))
     assert gradient.proof(*arrays).holds
 

@@ -43,7 +43,7 @@ def imported(text):
     return re.findall(r"^from \S+ import (.*)$", text, re.MULTILINE)
 
 
-def extents_differ(text, other):
+def first_difference(text, other):
     """What two modules have at one place that are the same but for names, where it is not the same thing by another name."""
     there, back = {}, {}
     for (kind, one, place), (its_kind, two, its_place) in zip(tokens(text), tokens(other), strict=True):
@@ -59,11 +59,11 @@ def extents_differ(text, other):
 def test_what_differs():
     """What is told apart by it: names alone, one that hides a global, two that become one, another operation."""
     text = "from ops import exp\n\n\ndef f(x, y):\n    a = exp(x)\n    return a + y\n"
-    assert extents_differ(text, text.replace("x)", "u)").replace("(x", "(u")) is None
-    assert extents_differ(text, "from ops import exp\n\n\ndef f(x, exp):\n    a = exp(x)\n    return a + exp\n")
-    assert extents_differ(text, text.replace("+ y", "+ x")) == ("y", "x")
-    assert extents_differ(text, text.replace("def f", "def a")) is None  # it does not call itself
-    assert extents_differ(text, text.replace("+", "-")) == ("+", "-")
+    assert first_difference(text, text.replace("x)", "u)").replace("(x", "(u")) is None
+    assert first_difference(text, "from ops import exp\n\n\ndef f(x, exp):\n    a = exp(x)\n    return a + exp\n")
+    assert first_difference(text, text.replace("+ y", "+ x")) == ("y", "x")
+    assert first_difference(text, text.replace("def f", "def a")) is None  # it does not call itself
+    assert first_difference(text, text.replace("+", "-")) == ("+", "-")
 
 
 # ---- modules of all templates ----------------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ def test_all_names_in_all_places(every, monkeypatch):
             ).text
 
         free = text([f"neutral{n}n" for n in range(sum(places))])
-        assert extents_differ(free, free) is None
+        assert first_difference(free, free) is None
         words = {word for word in re.findall(r"(?<![\w.])[A-Za-z_]\w*", free) if "eutral" not in word}
         words = sorted(word for word in words.union(LISTED if found is first else ()) if not keyword.iskeyword(word))
         for n in range(len(words)):
             given = [words[(n + m) % len(words)] for m in range(sum(places))]
-            assert not extents_differ(free, text(given)), f"{case}: {given}:\n{free}\n{text(given)}"
+            assert not first_difference(free, text(given)), f"{case}: {given}:\n{free}\n{text(given)}"
 
 
 # ---- which names change, and to what ---------------------------------------------------------------------------------

@@ -185,11 +185,11 @@ def calls_in(call):
     """How many functions of the library a call calls."""
     count = 0
 
-    def mask_causal(frame, event, _):
+    def profile(frame, event, _):
         nonlocal count
         count += event == "call" and "/tests/" not in frame.f_code.co_filename
 
-    sys.setprofile(mask_causal)
+    sys.setprofile(profile)
     try:
         call()
     finally:

@@ -13,11 +13,11 @@ from fuse.cost import card
 from tiles import bf16, fp16
 
 
-def copy_to_outs(operator, arrays):
+def written(operator, arrays):
     """What the best module writes: results, and what its kernels leave each other."""
     found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
     made = generate_module(operator.name, found, candidates(found, card(None))[0])
-    return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in made.copy_to_outs]
+    return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in made.written]
 
 
 def test_all_are_here():
@@ -45,7 +45,7 @@ def test_text_and_proof(name, rows, monkeypatch):
     lines = text.splitlines()
     assert len(lines) <= 80 * max(1, text.count("@cuda.jit")) and max(map(len, lines)) <= module.WIDTH
     got = operator.run(*arrays)
-    results, space = copy_to_outs(operator, arrays), {}
+    results, space = written(operator, arrays), {}
     exec(text, space)
     space["launch"](*operator._arguments(arrays), *results)
     for mine, its in zip(results, got if isinstance(got, tuple) else (got,)):
@@ -89,9 +89,9 @@ def test_every_candidate(rows):
     for one in candidates(found, card(None))[: tune.FEW]:
         made, space = generate_module(operator.name, found, one), {}
         exec(made.text, space)
-        copy_to_outs = [np.empty(x.extents, bf16.np) for x in made.copy_to_outs]
-        space["launch"](*arrays, *defaults, *copy_to_outs)
-        compare(operator, arrays, copy_to_outs[0])
+        written = [np.empty(x.extents, bf16.np) for x in made.written]
+        space["launch"](*arrays, *defaults, *written)
+        compare(operator, arrays, written[0])
 
 
 @pytest.mark.parametrize("rows", [5, 70])
