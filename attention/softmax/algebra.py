@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from .scores import Scored, ScoredIn, SlopedBy
+from .scores import Scored, ScoredInUnit, SlopedBy
 from .symbolic import Term, below, traced, written
 
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
@@ -119,7 +119,7 @@ def score_of(score: Callable, axes: Sequence[int], ordered: bool) -> Scored | Sl
         factor, inside = _factor(x, s)
         if unit == factor == 1:
             return Scored(score)
-        return ScoredIn(written(names, _with(x, {y.number: s for y in inside})), unit, factor)
+        return ScoredInUnit(written(names, _with(x, {y.number: s for y in inside})), unit, factor)
     except TypeError:
         return Scored(score)
 

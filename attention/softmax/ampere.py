@@ -168,16 +168,16 @@ def make(config: Config):
         key head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
         q, k, v = smem.open()
         block, batch_head = tiling.place(cuda.blockIdx.x, blocks, batch_heads, band)
-        (block, batch, head), warp = sequences.find(block, batch_head, heads, params), int32(cuda.threadIdx.x // 32)
-        sequences.clear_nobodys(O, gO, gLse, block, batch, head, BAND * warp, ACCUMULATES, params)
-        if sequences.has(block, batch, params):
+        (block, batch, head), warp = sequences.find_tile(block, batch_head, heads, params), int32(cuda.threadIdx.x // 32)
+        sequences.clear_padding(O, gO, gLse, block, batch, head, BAND * warp, ACCUMULATES, params)
+        if sequences.has_tile(block, batch, params):
             seq, (kv_head, _) = sequences.sequence(batch, params), divmod(head, group)
             shift, first = seq.seqlen_k - seq.seqlen_q, ROWS * block + BAND * warp
             base_ctx = ScoreContext(batch, head, first, shift, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
             kv_blocks = tiling.key_blocks(ROWS * block, ctx)
             n = kv_blocks.n
-            if not sequences.apart:  # what lies behind the ends is another's
+            if not sequences.bounded_by_array:  # what lies behind the ends is another's
                 if not kv_source.paged:
                     gK, gV = truncate(gK, 1, seq.offset_k + seq.seqlen_k), truncate(gV, 1, seq.offset_k + seq.seqlen_k)
                 gO, gLse = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gLse, 2, seq.offset_q + seq.seqlen_q)

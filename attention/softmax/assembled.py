@@ -56,16 +56,16 @@ def build_variant(
         parts.append(Capped())
         numbers["per_cap"], unit = unit / softcap, softcap
     if alibi:
-        parts.append(Sloped(ordered, last=score is None and not (bias and bias.whole)))
+        parts.append(Sloped(ordered, last=score is None and not (bias and bias.in_units_of_one)))
         numbers["per_slope"] = 1 / unit
     if bias is not None:
         parts.append(bias)
-        its, unit = bias.counted(unit)
+        its, unit = bias.bind_unit(unit)
         numbers = _and(numbers, its)
     before = _all_of(parts)
     if score is not None:
         parts.append(score)
-        its, unit = score.counted(unit)
+        its, unit = score.bind_unit(unit)
         numbers = _and(numbers, its)
     if sink:
         parts.append(Sunk())

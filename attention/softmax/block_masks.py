@@ -19,7 +19,7 @@ from tiles.arguments import INT, record
 from tiles.layout import LANES
 from tiles.numba_names import types
 
-from .variants import Unforeseen
+from .variants import DataDependentMask
 
 FIELDS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # a BlockMask's, besides BLOCK_SIZE
 PARTIAL, WHOLE = 1, 2  # classes of blocks: those of which the mask is asked, and those that are seen whole
@@ -29,7 +29,7 @@ WARPS = 4  # of a thread block, each of which marks a row of blocks
 
 
 @static
-class Blocked(Unforeseen):
+class Blocked(DataDependentMask):
     """Only keys in blocks that a caller has listed are seen. rows, cols: queries and keys of such a block. band: the most
     queries for which a warp asks at once, beginning with a multiple of that number."""
 

@@ -1,4 +1,4 @@
-"""The options of a call of attention.forward, checked and brought into one form, with the arrays that some of them hold."""
+"""The options of a call of attention.forward, checked and normalised, with the arrays that some of them hold."""
 
 import functools
 import operator

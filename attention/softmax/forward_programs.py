@@ -169,7 +169,7 @@ def _of_fp8(
     check_extents(problem, 16)
     check_output(problem)
     options = ScoreOptions(causal, left, right, softcap, mask, score, block_rows, block_cols, ready_for)
-    numbers: dict[str, float | Number] = {"qk_unit": q_unit * k_unit, "v_unit": v_unit}
+    numbers: dict[str, float | Number] = {"qk_descale": q_unit * k_unit, "v_descale": v_unit}
     return planned_variant(problem, options, scale, return_lse, family, numbers=numbers)
 
 
@@ -251,7 +251,7 @@ def variant_of(
         (left, right),
         softcap,
         "alibi" in problem,
-        bias_of(problem, last=scoring is None, whole=True),
+        bias_of(problem, last=scoring is None, in_units_of_one=True),
         "sink" in problem,
         None if listing and listing.blocked else masking,
         scoring and score_of(scoring, axes, is_ordered(problem, 0 if causal else right)),

@@ -28,7 +28,7 @@ from .sequences import BatchedLayout, PackedLayout, QueryPartsLayout
 from .tiling import zero_first_keys, zero_last_keys
 from .variants import ScoreContext, Variant
 from .visible_keys import CAUSAL, FULL
-from .weights import InRegisters, InShared
+from .weights import WeightsInRegisters, WeightsInShared
 
 REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # consumers -> registers a thread of producer and consumer
 
@@ -65,9 +65,9 @@ class Config(BaseConfig):
     def output(self):
         """The object that writes the output."""
         if self.tma_store:
-            return TmaStoreOutput(self.seq_layout.apart)
+            return TmaStoreOutput(self.seq_layout.bounded_by_array)
         kind = AccumulateOutput if self.accumulates else StoreFloat32 if self.float32_out else StoreOutput
-        return kind(self.seq_layout.apart)
+        return kind(self.seq_layout.bounded_by_array)
 
     @property
     def turn(self):
@@ -77,7 +77,7 @@ class Config(BaseConfig):
     @property
     def weights(self):
         """The object that says where weights lie."""
-        return (InShared if self.weights_in_shared else InRegisters)(self.dtype)
+        return (WeightsInShared if self.weights_in_shared else WeightsInRegisters)(self.dtype)
 
     def lasts(self, queries: Any, keys: Any, batch_heads: Any, processors: int) -> Any:
         """How long the busiest multiprocessor works, in keys that rows of queries see: the time of a tile times the rounds of
@@ -316,7 +316,7 @@ def make(config: Config):
     PARAMS, AUX = config.params, config.aux
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
     own_rows, sequences, kv_source = replace(config, consumers=1).tiling, config.sequences, config.kv_source
-    brought, weights = config.brought, config.weights
+    bias_tiles, weights = config.bias_tiles, config.weights
     PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
     DEEP, PREPARES, PANELS, PANEL = (
@@ -331,26 +331,26 @@ def make(config: Config):
         k=ring(config.key, config.stages, readers),
         v=ring(config.value, config.stages, readers),
         **weights.memory(ROWS, KV),
-        **brought.rings(config.stages, readers),
+        **bias_tiles.rings(config.stages, readers),
     )
-    softmax, OUTPUT = Softmax(O), output.declared(config.value_dim, config.dtype)
+    softmax, OUTPUT = Softmax(O), output.declare(config.value_dim, config.dtype)
 
     @inlined
     def place(r, blocks, heads, batch_heads, band, params):
         """(block of queries, sequence, head) of the r-th tile."""
         block, batch_head = tiling.place(persistent_tile(r), blocks, batch_heads, band)
-        return sequences.find(block, batch_head, heads, params)
+        return sequences.find_tile(block, batch_head, heads, params)
 
     @inlined
     def more(r, blocks, heads, batch_heads, band, params):
         """Does this block have an r-th tile?"""
         if PERSISTENT:
             return persistent_tile(r) < blocks * batch_heads
-        elif sequences.apart or r > 0:
+        elif sequences.bounded_by_array or r > 0:
             return r == 0
         else:
             block, batch, _ = place(0, blocks, heads, batch_heads, band, params)
-            return r == 0 and sequences.has(block, batch, params)
+            return r == 0 and sequences.has_tile(block, batch, params)
 
     @inlined
     def prepared(queries, ctx):
@@ -373,7 +373,7 @@ def make(config: Config):
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(state.rescale(), p, v.wait(j - 1))
             turn.give(me)
-            fetched, here = variant.prefetch(S, ctx, key), brought.by_queries(tiles, j, ctx, me)
+            fetched, here = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, me)
             s = warpgroup.wait(s, newer=1)  # the scores are here, o is still in flight
             if cut:
                 s = tiling.mask(variant.score_in_edge_block_by(s, fetched, here, key), ctx, key)
@@ -387,7 +387,7 @@ def make(config: Config):
             state, p = state.add(p), variant.drop(p, ctx, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
-            return weights.handed(p, room, me), state._replace(o=o)  # only here: the mma reads P until wait(o)
+            return weights.stage(p, room, me), state._replace(o=o)  # only here: the mma reads P until wait(o)
 
         return step
 
@@ -413,7 +413,7 @@ def make(config: Config):
                 zero_last_keys(v.wait(i), behind, CONSUMERS)
             k.wait(i)
             k.release(i)
-            brought.pass_by(tiles, i)
+            bias_tiles.skip(tiles, i)
             if i < end - 1:
                 turn.take(me)
                 turn.give(me)
@@ -429,7 +429,7 @@ def make(config: Config):
         """O = softmax(Q K^T / sqrt(D)) V and its log-sum-exp, of what the variant makes of the scores. A tile is a block of
         query rows of one of `batch_heads` pairs of head and batch, `band` of which are worked on at once; `group` query heads
         share a key head; exp2(`scale` s) is the weight of a score, `slack` how far a maximum may lag."""
-        q, k, v, tiles, room = weights.opened(brought.open(smem))
+        q, k, v, tiles, room = weights.unpack(bias_tiles.open(smem))
         me = warpgroup.id()
         r = j = int32(0)  # tiles and key blocks so far
         if me == PRODUCER:
@@ -455,7 +455,7 @@ def make(config: Config):
                         kv_source.fill(k, j + i, gK, seq, batch, key, kv_head, params)
                     if KEYS_FIRST and i == 0:
                         q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
-                    brought.fill(tiles, j + i, params, (batch, head, row, tiling.key(kv_blocks, i, ctx) // KV))
+                    bias_tiles.fill(tiles, j + i, params, (batch, head, row, tiling.key(kv_blocks, i, ctx) // KV))
                     kv_source.fill_values(v, j + i, gV, seq, batch, key, kv_head, params)
                 r, j = int32(r + 1), int32(j + kv_blocks.n)
         else:
@@ -476,20 +476,20 @@ def make(config: Config):
                 if SKIPS:
                     stand_by(j, first, end, kv_blocks.unseen_behind, k, v, tiles, me)
                 if SKIPS and n == 0:
-                    output.release_last(q, r)
-                    output.release(q, r)
+                    output.release_previous_queries(q, r)
+                    output.release_queries(q, r)
                 else:
                     key, queries = tiling.key(kv_blocks, first - j, ctx), prepared(queries, ctx)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = tiling.mask(variant.score_in_edge_block(s, brought.by_queries(tiles, first, ctx, me), key), ctx, key)
+                    s = tiling.mask(variant.score_in_edge_block(s, bias_tiles.load_rows(tiles, first, ctx, me), key), ctx, key)
                     below = variant.row_offset_in_edge_block(s, ctx, key)
-                    begun = output.begin(softmax, variant, ctx, gO, gLse, seq, row, scale)
+                    begun = output.init_state(softmax, variant, ctx, gO, gLse, seq, row, scale)
                     state = begun.update_max(s, below, scale, slack)
                     p = state.weights(s, below, scale, DEEP)
-                    p, state = weights.handed(variant.drop(p, ctx, key), room, me), state.add(p)
-                    output.release_last(q, r)
-                    sequences.clear(v.wait(first), seq.seqlen_k - key, CONSUMERS)
+                    p, state = weights.stage(variant.drop(p, ctx, key), room, me), state.add(p)
+                    output.release_previous_queries(q, r)
+                    sequences.zero_foreign_rows(v.wait(first), seq.seqlen_k - key, CONSUMERS)
                     if first == j and kv_blocks.unseen_behind > 0:
                         zero_last_keys(v.wait(first), kv_blocks.unseen_behind, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + cut)):
@@ -500,18 +500,18 @@ def make(config: Config):
                     for i in range(int32(first + cut), end):
                         key = tiling.key(kv_blocks, i - j, ctx)
                         p, state = step(i, p, state, queries, k, v, tiles, room, me, ctx, key, scale, slack)
-                    output.release(q, r)
+                    output.release_queries(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(state.rescale(), p, v.wait(end - 1)))
                     v.release(end - 1)
                     o, lse = state._replace(o=o).finish(scale, variant, ctx)
                     output.store(gO, o, queries, seq, row, head)
-                    output.store_sums(gLse, lse, seq, row, head)
+                    output.store_lse(gLse, lse, seq, row, head)
                 r, j = int32(r + 1), end
-            output.end()
+            output.finish()
             if sequences.packed:
                 block, batch, head = place(0, blocks, heads, batch_heads, band, params)
-                some, row = sequences.nobodys(block, batch, params)
+                some, row = sequences.padding_rows(block, batch, params)
                 if some:
-                    output.clear(O, gO, gLse, int32(row + EACH * me), head)
+                    output.clear_padding(O, gO, gLse, int32(row + EACH * me), head)
 
     return attend, smem

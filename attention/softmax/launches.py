@@ -18,9 +18,9 @@ from . import ampere, block_masks, hopper, hopper_fp8, norms, transpose_values
 from . import key_block_lists as lists
 from .assembled import VariantSpec
 from .block_masks import Blocked
-from .descales import BLOCK, OfBlocks, OfHeads
+from .descales import BLOCK, BlockDescales, HeadDescales
 from .fp8 import of_blocks
-from .norms import Layer, Rms
+from .norm_parts import Layer, Rms
 from .online import LOG2_E, SLACK
 from .prepared_lists import Listing, check, giving
 from .scores import Biased, BiasedByTile
@@ -183,7 +183,7 @@ def planned(
             return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
         given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
     keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
-    if isinstance(config, hopper_fp8.Config) and config.turned.before:
+    if isinstance(config, hopper_fp8.Config) and config.v_transpose.before:
         values = before.turned(values)
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
@@ -225,7 +225,7 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
     form = problem["bias"].form
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize == ELEMENT
     by_tma = adjacent and problem.bytes_at_once("bias") == ALIGNMENT
-    return BiasedByTile(of.last, of.whole, DTYPES[form.dtype]) if by_tma else of
+    return BiasedByTile(of.last, of.in_units_of_one, DTYPES[form.dtype]) if by_tma else of
 
 
 def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any) -> Shape:
@@ -235,11 +235,11 @@ def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: i
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
         blocked = of_blocks(problem)
-        units = OfBlocks("v_descale" in blocked, "k_descale" in problem) if blocked else hopper_fp8.HEADS
+        descales = BlockDescales("v_descale" in blocked, "k_descale" in problem) if blocked else hopper_fp8.HEAD_DESCALES
         batch, q_len, heads, kv_heads = problem("BSHG")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
-        before = hopper_fp8.pays_to_turn(hopper_fp8.padded_dim(head_dim, value_dim), *load)
-        return hopper_fp8.config_for(head_dim, spec.variant, value_dim, units, kv_len, before, **kind)
+        before = hopper_fp8.pays_to_transpose(hopper_fp8.padded_dim(head_dim, value_dim), *load)
+        return hopper_fp8.config_for(head_dim, spec.variant, value_dim, descales, kv_len, before, **kind)
     if tma:
         config = hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **kind)
         batch, queries, heads = problem("BSH")
@@ -279,7 +279,7 @@ def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, *
     alike = config.persistent and spec.reach < most_keys  # a window's tiles, but for a pair's first ones
     uneven = not alike and (variant.monotonic or (config.persistent and q_len % config.rows > 0))
     if isinstance(config, hopper_fp8.Config):
-        told |= {f"g{name.upper()}Unit": unit_of(problem, name, config.units) for name in "qkv"}
+        told |= {f"g{name.upper()}Descale": descale_argument(problem, name, config.descales) for name in "qkv"}
     else:
         told["slack"] = SLACK / (spec.unit * LOG2_E)
     band = band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
@@ -295,10 +295,10 @@ def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, *
     )
 
 
-def unit_of(problem: Problem, name: str, units: OfHeads) -> Operand | None:
+def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Operand | None:
     """The kernel's argument for the descale of q, k or v: see descales.py."""
     which = f"{name}_descale"
-    if which not in problem or not units.by_block or (name == "v" and len(problem.axes(which)) < 3):
+    if which not in problem or not descales.by_block or (name == "v" and len(problem.axes(which)) < 3):
         return over(problem, which, "NG")
     batch, rows, kv_heads, heads = problem("NSGH" if name == "q" else "NTGH")
     each, group = len(problem.axes(which)) == 3, heads // kv_heads  # has each block its own?

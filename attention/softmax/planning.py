@@ -11,7 +11,7 @@ from .block_masks import FIELDS, Blocked, BlockedMask
 from .call_options import AUX
 from .dropped import Dropped, DroppedAnew, numbers_of
 from .launches import norm_of
-from .norms import Normed
+from .norm_parts import Normed
 from .prepared_lists import Listing
 from .python_functions import evaluated, known, reads
 from .scores import Biased, BiasedByKey
@@ -42,7 +42,7 @@ def dropped(problem: Problem, dropout: float, seed: Number | None) -> tuple[Drop
     return Dropped(), {**numbers_of(dropout), "seed": seed}
 
 
-def bias_of(problem: Problem, last: bool, whole: bool = False) -> Biased | None:
+def bias_of(problem: Problem, last: bool, in_units_of_one: bool = False) -> Biased | None:
     """The variant for the problem's bias, None if there is none. It follows from the bias's strides. last, whole: see
     Biased."""
     if "bias" not in problem:
@@ -50,7 +50,7 @@ def bias_of(problem: Problem, last: bool, whole: bool = False) -> Biased | None:
     form = problem["bias"].form
     one_row = form.shape[-2] == 1 or form.strides[-2] == 0
     adjacent = form.shape[-1] > 1 and form.strides[-1] == form.itemsize  # what is alone is spread: see launches.over
-    return BiasedByKey(last, whole, adjacent) if one_row else Biased(last, whole)
+    return BiasedByKey(last, in_units_of_one, adjacent) if one_row else Biased(last, in_units_of_one)
 
 
 def functions_of(

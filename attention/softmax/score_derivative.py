@@ -99,7 +99,7 @@ class Derivatives(NamedTuple):
     even: is that derivative 1?"""
 
     score_and_grad: Callable
-    even: bool
+    linear: bool
     reads: tuple[Read, ...]
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a score, and what joins their sum: variants of attention that change weights."""
+"""Variants that change scores or add to the row sum: softcap, ALiBi, bias, score functions, sinks."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tiles.arguments import FLOAT, array
 
 from .variants import KeyRange, QueryRange, Variant
 
-STEEPEST = 2.0**15  # a derivative of a score: more would not be finite in fp16
+MAX_SCORE_GRAD = 2.0**15  # the largest derivative of a score: larger ones are not finite in fp16
 
 
 class Capped(Variant):
@@ -23,7 +23,7 @@ class Capped(Variant):
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. per_cap: the unit of scores before, divided by the cap."""
+        """per_cap: the unit of the scores that come in, divided by the cap."""
         return {"per_cap": FLOAT}
 
     @inlined
@@ -32,20 +32,20 @@ class Capped(Variant):
 
     @inlined
     def score_and_grad(self, s, ctx, key):
-        """See Variant: cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
+        """cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
         s = self.score(s, ctx, key)
         return s, 1.0 - s * s
 
 
 @static
 class Sloped(Variant):
-    """score - slope |i + shift - j|, with a slope a head: ALiBi. ordered: no key is seen that comes after the query. last: no
-    function follows that wants the score itself. With both, what depends on i is subtracted from all of a row's scores, and an
-    addition a score is left where the distance takes two. What is added to a score and subtracted again is up to slope times
-    the keys of a block, and its last digits are lost. So each score has its own distance in blocks with keys that a query does
-    not see, or with the key where it stands: those count as cut. Other keys are a place away, and steep slopes leave them
-    nothing. Gradients, whose warps have 16 keys each, add and subtract in all blocks, counted from the warp's eighth key:
-    weights are off by slope 2^-20 (2 % at 20000)."""
+    """ALiBi: score - slope |i + shift - j|, with a slope for each head. ordered: no query sees a key after its own position.
+    last: no score function follows, which would need the score itself. With both, the part of the distance that depends on i
+    only is a row offset, and a score takes one addition where the distance takes two. What is added to a score and subtracted
+    again is up to slope times the keys of a block, so the last digits are lost. Hence blocks that hold a query's own position,
+    or keys that it does not see, count as edge blocks, and have the exact distance; in other blocks a key is at least one
+    position away, and a steep slope makes its weight 0. Gradients, whose warps have 16 keys each, use the row offset in all
+    blocks, counted from the warp's eighth key: weights are off by slope 2^-20 (2 % at 20000)."""
 
     changes_scores = needs_raw_scores = True
 
@@ -54,7 +54,6 @@ class Sloped(Variant):
 
     @property
     def has_row_offset(self) -> bool:  # type: ignore[override]
-        """See Variant."""
         return self.ordered and self.last
 
     adds_late = has_row_offset
@@ -62,7 +61,7 @@ class Sloped(Variant):
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. slopes: (batch, head). per_slope: 1 / the unit of scores."""
+        """slopes: (batch, head). per_slope: 1 / the unit of scores."""
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
@@ -90,7 +89,7 @@ class Sloped(Variant):
             return self.score(s, ctx, key)
 
     @inlined
-    def score_in_edge_block_by(self, s, fetched, ctx, key):
+    def score_in_edge_block_by(self, s, prefetched, ctx, key):
         return self.score_in_edge_block(s, ctx, key)
 
     @inlined
@@ -117,38 +116,39 @@ class Sloped(Variant):
 
     @inlined
     def precompute(self, ctx):
-        """See Variant: the head's slope, in units of scores."""
+        """The head's slope, in units of scores."""
         return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
 
     @inlined
     def aligned_position(self, s, ctx, key):
-        """Where the rows' queries stand, counted from `key`."""
+        """The positions of the rows' queries among keys, aligned bottom right and counted from `key`."""
         return row_index(s.col_vec) + int32(ctx.row + ctx.shift - key)
 
     @inlined
     def alibi_position(self, s, ctx, key):
-        """Where they stand in the formula."""
+        """The positions of the rows' queries in the formula of the distance, counted from `key`."""
         return self.aligned_position(s, ctx, key)
 
 
 @static
 class SlopedBy(Sloped):
-    """score + slope (j - i), or score - slope |i - j|, with a slope(b, h, *aux) in units of 1, i and j counted from 0."""
+    """score + slope (j - i), or score - slope |i - j|, recognised in a score function. slope(b, h, *aux) is in units of 1, and
+    i and j count from 0."""
 
     slope: Callable
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. per_function_slope: 1 / the unit of scores, which may be another than that of `alibi` beside it."""
+        """per_function_slope: 1 / the unit of scores, which may differ from that of `alibi` in the same call."""
         return {"per_function_slope": FLOAT}
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
+        """({argument of the kernel: number}, the unit of the changed scores), for scores that come in this unit."""
         return {"per_function_slope": 1 / unit}, unit
 
     @inlined
     def precompute(self, ctx):
-        return self.score_grad(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
+        return self.slope(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
 
     @inlined
     def row_offset_in_edge_block(self, s, ctx, key):
@@ -159,61 +159,59 @@ class SlopedBy(Sloped):
 
     @inlined
     def alibi_position(self, s, ctx, key):
-        """See Sloped: a function's queries are counted from 0."""
+        """The positions of the rows' queries, counted from 0 as a score function counts them."""
         return row_index(s.col_vec) + int32(ctx.row - key)
 
 
 @static
 class Biased(Variant):
-    """score + bias[b, h, i, j]. last: does no function follow that needs the score itself? whole: are scores brought to units
-    of 1, in which the least number that a bias may have is finite? (Gradients need no such number.)"""
+    """score + bias[b, h, i, j]. last: does no score function follow, which would need the score itself? in_units_of_one: are
+    scores multiplied to units of 1, in which the lowest float of a bias stays finite? (Gradients need not.)"""
 
     changes_scores = needs_raw_scores = True
     reads_score_matrix = True
     fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     last: bool
-    whole: bool = False
+    in_units_of_one: bool = False
 
     @property
     def allows_low_scores(self) -> bool:  # type: ignore[override]
-        """See Variant."""
-        return self.whole
+        return self.in_units_of_one
 
     @property
     def adds_late(self) -> bool:  # type: ignore[override]
-        """See Variant."""
         return self.last
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. bias: (batch, head, query, key). per_bias: 1 / the unit of scores, or that unit if they are brought to
-        units of 1."""
+        """bias: (batch, head, query, key). per_bias: 1 / the unit of scores, or that unit if scores are multiplied to units
+        of 1."""
         return {"bias": array(4), "per_bias": FLOAT}
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
-        return ({"per_bias": unit}, 1.0) if self.whole else ({"per_bias": 1 / unit}, unit)
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
+        """({argument of the kernel: number}, the unit of the changed scores), for scores that come in this unit."""
+        return ({"per_bias": unit}, 1.0) if self.in_units_of_one else ({"per_bias": 1 / unit}, unit)
 
     @inlined
-    def per_unit(self, ctx):
-        """What a bias is multiplied by."""
-        if self.whole:
+    def bias_factor(self, ctx):
+        """The factor of the bias."""
+        if self.in_units_of_one:
             return 1.0
         else:
             return ctx.params.per_bias
 
     @inlined
-    def units(self, s, ctx):
-        """The scores in the units of what is added."""
-        if self.whole:
+    def in_bias_unit(self, s, ctx):
+        """The scores in the unit in which the bias is added."""
+        if self.in_units_of_one:
             return s * ctx.params.per_bias
         else:
             return s
 
     @inlined
     def score(self, s, ctx, key):
-        return self.units(s, ctx) + self.late_term(s, ctx, key, 1.0)
+        return self.in_bias_unit(s, ctx) + self.late_term(s, ctx, key, 1.0)
 
     @inlined
     def score_and_grad(self, s, ctx, key):
@@ -221,14 +219,14 @@ class Biased(Variant):
 
     @inlined
     def late_term(self, s, ctx, key, scale):
-        at_bias, unit = (ctx.batch, ctx.head, ctx.row, int32(key)), self.per_unit(ctx) * scale
-        return load(ctx.params.bias, rt(s.rows, s.cols, fp32, s.layout), at_bias, 2, 3, aligned=False) * unit
+        element, unit = (ctx.batch, ctx.head, ctx.row, int32(key)), self.bias_factor(ctx) * scale
+        return load(ctx.params.bias, rt(s.rows, s.cols, fp32, s.layout), element, 2, 3, aligned=False) * unit
 
 
 @static
 class BiasedByKey(Biased):
-    """score + bias[b, h, j], for a bias with one row for all queries. It is read once for each column of a tile, not once for
-    each score. adjacent: are its numbers contiguous?"""
+    """score + bias[b, h, j], for a bias with one row for all queries. It is loaded once for each column of a tile, not once for
+    each score. adjacent: is the row contiguous?"""
 
     prefetches_columns = fits_narrow_backward = fits_folded_backward = fits_wide_backward = True
 
@@ -236,12 +234,12 @@ class BiasedByKey(Biased):
 
     @inlined
     def prefetch(self, spec, ctx, key):
-        at_bias = ctx.batch, ctx.head, int32(0), int32(key)
-        return load(ctx.params.bias, spec.row_vec, at_bias, 2, 3, aligned=self.adjacent) * self.per_unit(ctx)
+        element = ctx.batch, ctx.head, int32(0), int32(key)
+        return load(ctx.params.bias, spec.row_vec, element, 2, 3, aligned=self.adjacent) * self.bias_factor(ctx)
 
     @inlined
-    def score_by(self, s, fetched, ctx, key):
-        return self.units(s, ctx) + fetched
+    def score_by(self, s, prefetched, ctx, key):
+        return self.in_bias_unit(s, ctx) + prefetched
 
     @inlined
     def late_term(self, s, ctx, key, scale):
@@ -250,16 +248,16 @@ class BiasedByKey(Biased):
 
 @static
 class BiasedByTile(Biased):
-    """The same in tiles that TMA loads (bias_tiles.py): params.bias is the consumer's part, in registers."""
+    """score + bias[b, h, i, j], with tiles of the bias that TMA loads (bias_tiles.py): ctx.params.bias is the consumer's part,
+    in registers. bias_dtype: the dtype of the bias."""
 
     loads, lean = False, True
 
-    of: dtype = bf16
+    bias_dtype: dtype = bf16
 
     @property
     def tma_bias(self) -> dtype:  # type: ignore[override]
-        """See Variant."""
-        return self.of
+        return self.bias_dtype
 
     @property
     def params(self) -> dict[str, Any]:
@@ -267,13 +265,13 @@ class BiasedByTile(Biased):
 
     @inlined
     def late_term(self, s, ctx, key, scale):
-        return fp32(ctx.params.bias) * (self.per_unit(ctx) * scale)
+        return fp32(ctx.params.bias) * (self.bias_factor(ctx) * scale)
 
 
 @static
 class Scored(Variant):
-    """function(score, b, h, i, j, *aux), with scores in units of 1. It gets a tile of scores, a vector i of queries and a
-    vector j of keys."""
+    """function(score, b, h, i, j, *aux), with a tile of scores in units of 1, a column vector i of queries and a row vector j
+    of keys."""
 
     changes_scores = needs_raw_scores = allows_low_scores = True
     fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
@@ -282,11 +280,11 @@ class Scored(Variant):
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. score_unit: that of scores before."""
+        """score_unit: the unit of the scores that come in."""
         return {"score_unit": FLOAT}
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
-        """(the numbers that the kernel gets, the unit of the scores after it), for scores that come in this unit."""
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
+        """({argument of the kernel: number}, the unit of the changed scores), for scores that come in this unit."""
         return {"score_unit": unit}, 1.0
 
     @inlined
@@ -296,30 +294,29 @@ class Scored(Variant):
 
 
 @static
-class ScoredIn(Scored):
-    """The same for a function that takes the scores times a factor, and returns them in a unit of its own."""
+class ScoredInUnit(Scored):
+    """A score function that takes the scores times `factor`, and returns them in units of `unit`."""
 
     unit: float
     factor: float
 
-    def counted(self, unit: float) -> tuple[dict[str, float], float]:
+    def bind_unit(self, unit: float) -> tuple[dict[str, float], float]:
         return {"score_unit": unit * self.factor}, self.unit
 
 
 @static
-class ScoredBack(Scored):
-    """The same where the derivative is needed as well. both: a function (score, derivative with respect to s) of the same
-    arguments. even: is the derivative 1? A weight of 0 must leave a finite derivative, whatever the function yields for scores
-    that nobody sees. So the derivative is clamped to the range of 16 bits, and the scores of queries that do not exist are
-    -inf."""
+class ScoredWithGrad(Scored):
+    """A score function with its derivative, for gradients. with_grad: a function of the same arguments that returns (score,
+    derivative by s). linear: is the derivative 1? A weight of 0 times the derivative must be finite, whatever the function
+    returns for scores that no query sees. So the derivative is clamped to the range of fp16, and the scores of rows behind the
+    last query are -inf."""
 
-    both: Callable
-    even: bool
+    with_grad: Callable
+    linear: bool
 
     @property
     def nonlinear(self) -> bool:  # type: ignore[override]
-        """See Variant."""
-        return not self.even
+        return not self.linear
 
     @inlined
     def score(self, s, ctx, key):
@@ -331,24 +328,24 @@ class ScoredBack(Scored):
     def score_and_grad(self, s, ctx, key):
         i, j = row_index(s.col_vec) + ctx.row, col_index(s.row_vec) + int32(key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
-        s, slope = self.both(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
-        slope = maximum(minimum(full(tile, -0.0) + slope, STEEPEST), -STEEPEST)
+        s, slope = self.with_grad(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
+        slope = maximum(minimum(full(tile, -0.0) + slope, MAX_SCORE_GRAD), -MAX_SCORE_GRAD)
         return where(i < ctx.seqlen_q, s, -math.inf), slope
 
 
 class Sunk(Variant):
-    """exp(sink), a number for each head, is added to the sum of weights: like a key without a value."""
+    """An attention sink: exp(sink), with a logit for each head, is added to the row sum, like a key whose value is 0."""
 
     needs_raw_scores = True
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. sinks: (head). per_sink: 1 / the unit of scores."""
+        """sinks: (head). per_sink: 1 / the unit of scores."""
         return {"sinks": array(1), "per_sink": FLOAT}
 
     @inlined
     def initial_max(self, ctx, floor):
-        """See Variant: the maximum is not below the sink, whose weight is therefore never above 1."""
+        """At least the sink, so that its weight is at most 1."""
         return maximum(floor, ctx.params.sinks[ctx.head] * ctx.params.per_sink)
 
     @inlined

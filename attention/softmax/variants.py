@@ -1,13 +1,13 @@
-"""What an attention makes of its scores, as objects: which keys a query sees (visible_keys.py), what becomes of a score and
-what joins their sum (scores.py), what becomes of queries and weights (norms.py, dropped.py).
+"""Variants of attention as static objects: which keys a query sees (visible_keys.py), how a score is changed and what is added
+to the row sum (scores.py), how queries and weights are changed (norms.py, dropped.py).
 
     Both(Causal(), Left())                      # a causal window
     Both(Causal(), Capped())                    # tanh of every score
 
-A kernel is made for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object
-needs come as arguments of the kernel (`given`, a record), so a window of another width is no other code. Scores are Q K^T at
-first, in units of the softmax's scale; a Capped score is in units of the cap, what a function of scores gives is in units of 1.
-assembled.py makes an object of a call's options, with its arguments and the unit that is left."""
+A kernel is compiled for one such object, and calls its methods where it has a tile of scores. Numbers and arrays that an object
+reads are arguments of the kernel (`params`, a record), so a window of another width is the same code. Scores are Q K^T at
+first, in units of the softmax's scale; a Capped score is in units of the cap, and the result of a score function in units of 1.
+assembled.py builds the object for a call's options, with its arguments and the unit of the final scores."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +37,8 @@ class ScoreContext(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """What some rows see: no key outside [first, end), and all of them every key in [inner_first, inner_end)."""
+    """The keys that some query rows see: no row sees a key outside [first, end), and every row sees all keys of [inner_first,
+    inner_end), where no mask is needed."""
 
     first: Any
     end: Any
@@ -46,7 +47,8 @@ class KeyRange(NamedTuple):
 
 
 class QueryRange(NamedTuple):
-    """Which queries see some keys: none outside [first, end), and every one in [inner_first, inner_end) sees all of them."""
+    """The queries that see some keys: no query outside [first, end) sees one of them, and every query of [inner_first,
+    inner_end) sees all of them."""
 
     first: Any
     end: Any
@@ -55,182 +57,181 @@ class QueryRange(NamedTuple):
 
 
 def arrays_of(axes: Sequence[int]) -> Record:
-    """What kernels say of the arrays that a variant's functions read, which have so many axes."""
+    """The kernel's record of the arrays that score_mod and mask_mod functions read (`aux`), which have so many axes."""
     return listed(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
 
 
 @static
 class Variant:
-    """Every query sees every key, and scores stay as they are. The attributes below are what kernels and planners ask of a
-    variant."""
+    """Full attention: every query sees every key, and scores stay as they are. Kernels and planners read the attributes below
+    to choose code and configurations."""
 
     sees_all_keys = True  # do all queries see all keys?
     starts_at_zero = True  # do all queries see the first key?
-    monotonic = False  # do later queries see more keys?
-    changes_scores = False  # does it change scores, which takes time?
-    needs_raw_scores = False  # does it take scores in units of the softmax's scale only?
-    positional = True  # does which keys are seen follow from positions alone?
-    has_row_offset = False  # is anything subtracted from all scores of a row, in blocks of keys that the mask does not cut?
-    may_end_early = False  # may all queries' windows end ahead of the last key?
-    ends_at_last_key = False  # does a query only see keys that exist, so that no mask is needed behind the last key?
-    cheap_mask = False  # do tiles take as long as in plain or causal attention?
-    uses_random = False  # does it draw random numbers, which takes many registers?
-    fits_narrow_backward = (
-        True  # do gradients of narrow heads go the way of plain ones (backward/hopper_narrow.py), which has few registers left?
-    )
-    reads_score_matrix = False  # does it read a number for each score, which takes as many registers?
-    prefetches_columns = False  # if so, does it read only one number for each column, while products run?
-    tma_bias = None  # does TMA bring what it reads for each score (bias_tiles.py), and of which dtype?
-    prepares_queries = False  # does it change the queries, before the scores?
-    adds_late = False  # does it add to scores something that can be added later, when weights are found (`added`)?
-    fits_folded_backward = True  # the same of heads of 128 columns (backward/hopper_folded.py)?
-    fits_wide_backward = True  # and of wide heads (backward/hopper_wide.py)?
-    allows_low_scores = False  # may all scores of a row be very low numbers, and count (online.py)?
-    nonlinear = False  # is the derivative of a changed score by the original one other than 1?
+    monotonic = False  # do later queries see more keys, as in causal attention?
+    changes_scores = False  # does it change scores?
+    needs_raw_scores = False  # must fp8 scores be multiplied by their descales before the variant gets them?
+    positional = True  # do positions alone say which keys a query sees?
+    has_row_offset = False  # is a number subtracted from all scores of a row, in blocks that need no mask (`row_offset`)?
+    may_end_early = False  # may the windows of all queries end before the last key?
+    ends_at_last_key = False  # does the mask hide what comes after the last key, so that kernels need not?
+    cheap_mask = False  # do tiles take as long as in full or causal attention?
+    uses_random = False  # does it draw random numbers, which need many registers?
+    # Are there registers for it in the backward ...
+    fits_narrow_backward = True  # ... kernel for head dims up to 64 (backward/hopper_narrow.py)?
+    reads_score_matrix = False  # does it load one number for each score, which needs as many registers as scores?
+    prefetches_columns = False  # if so, does it load one number for each column only, while wgmma runs (`prefetch`)?
+    tma_bias = None  # the dtype of a bias that TMA loads in tiles (bias_tiles.py)
+    prepares_queries = False  # does it change the query tile before the scores (`prepare_queries`)?
+    adds_late = False  # in gradients, is its term added to the exponents of weights, not to scores (`late_term`)?
+    fits_folded_backward = True  # ... kernel for head dims up to 128 (backward/hopper_folded.py)?
+    fits_wide_backward = True  # ... kernel for head dims over 128 (backward/hopper_wide.py)?
+    allows_low_scores = False  # may scores below -1e30 be more than masked ones (online.py)?
+    nonlinear = False  # is the derivative of a changed score by the raw score other than 1?
 
     def __str__(self):
         return type(self).__name__.lower()
 
     @property
     def params(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{name: type} of the kernel's arguments that it reads."""
         return {}
 
     @property
     def max_floor(self) -> float:
-        """Where the maximum of scores starts at the lowest."""
+        """The lowest number at which a row's maximum starts."""
         return LOWEST_FLOAT if self.allows_low_scores else LOWEST
 
     @inlined
     def query_stats(self, x, ctx):
-        """What `queries` must know of whole rows of a tile of queries."""
+        """Statistics of whole rows of a query tile, which `prepare_queries` needs."""
         return None
 
     @inlined
-    def prepare_queries(self, x, of_queries, ctx, col):
-        """Some columns of a tile of queries, from column `col` on, as the variant changes them."""
+    def prepare_queries(self, x, stats, ctx, col):
+        """The changed columns x of a query tile, from column `col` on."""
         return x
 
     @inlined
     def prefetch_query_params(self, spec, col, params):
-        """What `queries_by` reads from memory for some columns, a vector of type `spec`. It is loaded before the queries
-        arrive."""
+        """What `prepare_queries_by` reads from memory for some columns, a vector of type `spec`. Kernels load it before the
+        queries arrive."""
         return 0
 
     @inlined
-    def prepare_queries_by(self, x, of_queries, ahead, ctx, col):
-        """queries(x, of_queries, at, col), with what was loaded ahead."""
-        return self.prepare_queries(x, of_queries, ctx, col)
+    def prepare_queries_by(self, x, stats, prefetched, ctx, col):
+        """prepare_queries(x, stats, ctx, col), with what was prefetched."""
+        return self.prepare_queries(x, stats, ctx, col)
 
     @inlined
     def key_range(self, first, last, ctx):
-        """The Keys of rows `first` to `last`."""
+        """The KeyRange of query rows `first` to `last`."""
         return KeyRange(0, ctx.seqlen_k, 0, ctx.seqlen_k)
 
     @inlined
     def query_range(self, first, last, ctx):
-        """The Queries of keys `first` to `last`: what `keys` says, asked from the other side."""
+        """The QueryRange of keys `first` to `last`: the transpose of `key_range`."""
         return QueryRange(0, ctx.seqlen_q, 0, ctx.seqlen_q)
 
     @inlined
     def precompute(self, ctx):
-        """What is read from memory once for a tile, and not once for each block of keys; it becomes ctx.precomputed."""
+        """What the variant reads from memory once for a query tile, not for each block of keys; it becomes ctx.precomputed."""
         return 0
 
     @inlined
     def score(self, s, ctx, key):
-        """A tile of scores, whose first key is `key`, as the variant changes them."""
+        """The changed scores s of a tile whose first key is `key`."""
         return s
 
     @inlined
     def prefetch(self, spec, ctx, key):
-        """What `score_by` reads from memory for a tile of scores of type `spec`. It is loaded while products run."""
+        """What `score_by` reads from memory for a tile of scores of type `spec`. Kernels load it while wgmma runs."""
         return 0
 
     @inlined
-    def score_by(self, s, fetched, ctx, key):
-        """score(s, at, key), with what was fetched."""
+    def score_by(self, s, prefetched, ctx, key):
+        """score(s, ctx, key), with what was prefetched."""
         return self.score(s, ctx, key)
 
     @inlined
     def score_in_edge_block(self, s, ctx, key):
-        """score(s, at, key) in a block that the mask cuts, where a row's nearest keys may be; what is below is `below_near`."""
+        """score(s, ctx, key) in a block that needs the mask; its row offset is `row_offset_in_edge_block`."""
         return self.score(s, ctx, key)
 
     @inlined
-    def score_in_edge_block_by(self, s, fetched, ctx, key):
-        """score_near(s, at, key), with what was fetched."""
-        return self.score_by(s, fetched, ctx, key)
+    def score_in_edge_block_by(self, s, prefetched, ctx, key):
+        """score_in_edge_block(s, ctx, key), with what was prefetched."""
+        return self.score_by(s, prefetched, ctx, key)
 
     @inlined
     def score_and_grad(self, s, ctx, key):
-        """(score(s, at, key) without what is `added` later, its derivative by s, both in the units of s)."""
+        """(score(s, ctx, key) without `late_term`, its derivative by s), both in the units of s."""
         return self.score(s, ctx, key), 1.0
 
     @inlined
     def late_term(self, s, ctx, key, scale):
-        """What a variant that adds later adds to scores s, times `scale`: a number for each key, as a vector, or a tile. With
-        it goes what is `below` for the key in the middle of the tile."""
+        """What a variant with `adds_late` adds to scores s, times `scale`: a row vector, or a tile. The row offset that belongs
+        to it is the one for the key in the middle of the tile."""
         return 0.0
 
     @inlined
     def row_offset(self, s, ctx, key):
-        """What must also be subtracted from all scores s of a row, as a vector; None if there is nothing."""
+        """What must still be subtracted from all scores of each row of s, as a column vector; None if nothing."""
         return None
 
     @inlined
     def row_offset_in_edge_block(self, s, ctx, key):
-        """The same in a block that the mask cuts."""
+        """`row_offset` in a block that needs the mask."""
         return None
 
     @inlined
     def mask(self, s, ctx, key, hidden):
-        """The scores, with `hidden` in place of those that are not seen."""
+        """The scores s, with `hidden` for those that the row's query does not see."""
         return s
 
     @inlined
     def drop(self, p, ctx, key):
-        """A tile of weights, whose first key is `key`, without those that are dropped. The sum has counted all of them."""
+        """The weights p of a tile whose first key is `key`, with 0 for those that dropout drops. The row sum counts all."""
         return p
 
     @inlined
     def output(self, o, ctx):
-        """The output, given the weighted mean of the values."""
+        """The output for o, the weighted mean of the values."""
         return o
 
     @inlined
     def mark_dropped(self, p, ctx, key):
-        """For gradients: a tile of weights, whose first key is `key`, in which those that are dropped have a negative sign."""
+        """For gradients: the weights p of a tile, with a negative sign for those that dropout drops."""
         return p
 
     @inlined
     def remove_dropped(self, p):
-        """Marked weights without those that are dropped."""
+        """Marked weights, with 0 for those that dropout drops."""
         return p
 
     @inlined
     def score_grad(self, p, dp, delta, ctx):
-        """The gradient of scores by that of weights, dp; p: marked weights, delta: the sum of each row's dp p."""
+        """dS = P (dP - delta). p: marked weights; delta: the row sums of dP P."""
         return p * (dp - delta)
 
     @inlined
     def initial_max(self, ctx, floor):
-        """Where the maximum of scores starts: not below `floor`, where it starts if nothing else is said."""
+        """Where a row's maximum starts, at least `floor`."""
         return floor
 
     @inlined
     def finish_row_sum(self, l, m, scale, ctx):
-        """The sum of weights exp2(scale (s - m)), and what joins it."""
+        """The row sum l of weights exp2(scale (s - m)), with what the variant adds to it."""
         return l
 
 
 @static
-class Unforeseen(Variant):
-    """Which keys a query sees does not follow from positions: a function or a map must be asked."""
+class DataDependentMask(Variant):
+    """A mask that positions do not determine: kernels must evaluate a function, or read a map of blocks."""
 
     sees_all_keys = False
     positional = False
-    monotonic = True  # it is true of most masks
+    monotonic = True  # as most masks are
 
     @inlined
     def key_range(self, first, last, ctx):
@@ -243,7 +244,7 @@ class Unforeseen(Variant):
 
 @static
 class Both(Variant):
-    """One variant and then another. A query sees the keys that both let it see."""
+    """Variant `one`, and then `other` on its result. A query sees the keys that both let it see."""
 
     one: Variant
     other: Variant
@@ -257,23 +258,23 @@ class Both(Variant):
 
     @property
     def tma_bias(self) -> dtype | None:  # type: ignore[override]
-        """See Variant. Only one of them does."""
+        """The dtype of the one bias that TMA loads."""
         return self.one.tma_bias or self.other.tma_bias
 
     @inlined
     def query_stats(self, x, ctx):
-        """See Variant. Only one of them prepares queries."""
+        """Statistics for the one part that prepares queries."""
         if self.one.prepares_queries:
             return self.one.query_stats(x, ctx)
         else:
             return self.other.query_stats(x, ctx)
 
     @inlined
-    def prepare_queries(self, x, of_queries, ctx, col):
+    def prepare_queries(self, x, stats, ctx, col):
         if self.one.prepares_queries:
-            return self.one.prepare_queries(x, of_queries, ctx, col)
+            return self.one.prepare_queries(x, stats, ctx, col)
         else:
-            return self.other.prepare_queries(x, of_queries, ctx, col)
+            return self.other.prepare_queries(x, stats, ctx, col)
 
     @inlined
     def prefetch_query_params(self, spec, col, params):
@@ -283,11 +284,11 @@ class Both(Variant):
             return self.other.prefetch_query_params(spec, col, params)
 
     @inlined
-    def prepare_queries_by(self, x, of_queries, ahead, ctx, col):
+    def prepare_queries_by(self, x, stats, prefetched, ctx, col):
         if self.one.prepares_queries:
-            return self.one.prepare_queries_by(x, of_queries, ahead, ctx, col)
+            return self.one.prepare_queries_by(x, stats, prefetched, ctx, col)
         else:
-            return self.other.prepare_queries_by(x, of_queries, ahead, ctx, col)
+            return self.other.prepare_queries_by(x, stats, prefetched, ctx, col)
 
     @inlined
     def key_range(self, first, last, ctx):
@@ -323,9 +324,9 @@ class Both(Variant):
         return self.one.prefetch(spec, ctx, key), self.other.prefetch(spec, ctx, key)
 
     @inlined
-    def score_by(self, s, fetched, ctx, key):
-        s = self.one.score_by(s, fetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.score_by(s, fetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
+    def score_by(self, s, prefetched, ctx, key):
+        s = self.one.score_by(s, prefetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_by(s, prefetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
     def score_in_edge_block(self, s, ctx, key):
@@ -333,9 +334,9 @@ class Both(Variant):
         return self.other.score_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
-    def score_in_edge_block_by(self, s, fetched, ctx, key):
-        s = self.one.score_in_edge_block_by(s, fetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.score_in_edge_block_by(s, fetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
+    def score_in_edge_block_by(self, s, prefetched, ctx, key):
+        s = self.one.score_in_edge_block_by(s, prefetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
+        return self.other.score_in_edge_block_by(s, prefetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
 
     @inlined
     def score_and_grad(self, s, ctx, key):
@@ -360,7 +361,7 @@ class Both(Variant):
 
     @inlined
     def row_offset(self, s, ctx, key):
-        """See Variant. Only one of them has any."""
+        """The offset of the one part that has any."""
         if self.one.has_row_offset:
             return self.one.row_offset(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
         else:
@@ -397,7 +398,7 @@ class Both(Variant):
 
     @inlined
     def score_grad(self, p, dp, delta, ctx):
-        """See Variant. Only one of them marks weights."""
+        """dS by the one part that marks weights."""
         if self.one.uses_random:
             return self.one.score_grad(p, dp, delta, ctx)
         else:
@@ -413,7 +414,7 @@ class Both(Variant):
 
 
 def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
-    """An attribute that is true of both parts together if it is true of `all`, or of `any`, of them."""
+    """An attribute of Both that is true if it is true of `all` of its parts, or of `any`."""
     return property(lambda self: fold((getattr(self.one, name), getattr(self.other, name))))
 
 

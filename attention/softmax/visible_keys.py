@@ -1,4 +1,4 @@
-"""Which keys a query sees: the variants of attention that mask, built in or by a function."""
+"""Variants that mask: full, causal and windowed attention, and masks that are functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,21 +9,21 @@ from ops import causal, col_index, row_index, triu, where
 from tiles import inlined, static
 from tiles.arguments import INT
 
-from .variants import KeyRange, QueryRange, Unforeseen, Variant
+from .variants import DataDependentMask, KeyRange, QueryRange, Variant
 
 
 class Full(Variant):
-    """A query sees all keys."""
+    """Every query sees every key."""
 
     cheap_mask = True
 
 
 class Causal(Variant):
-    """A query sees the keys up to its own position."""
+    """A query sees the keys up to its own position, aligned bottom right."""
 
     sees_all_keys = False
     monotonic = True
-    ends_at_last_key = True  # the last query stands at the last key
+    ends_at_last_key = True  # the last query is aligned with the last key
     cheap_mask = True
 
     @inlined
@@ -40,11 +40,11 @@ class Causal(Variant):
 
 
 class Right(Variant):
-    """A query sees the keys up to params.right positions after its own."""
+    """A query sees the keys up to params.right positions after its own: the right edge of a window."""
 
     sees_all_keys = False
     monotonic = True
-    may_end_early = True  # `right` may be negative, where a mask in Python says so
+    may_end_early = True  # a window recognised in a mask function may have a negative `right`
 
     @property
     def params(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Right(Variant):
 
 
 class Left(Variant):
-    """A query sees the keys from params.left positions before its own on."""
+    """A query sees the keys from params.left positions before its own on: the left edge of a window."""
 
     sees_all_keys = False
     starts_at_zero = False
@@ -91,9 +91,9 @@ class Left(Variant):
 
 
 @static
-class Masked(Unforeseen):
-    """A query sees the keys for which function(b, h, i, j, *aux) holds. i is a vector of queries, j one of keys, counted from
-    0."""
+class Masked(DataDependentMask):
+    """A query sees the keys for which function(b, h, i, j, *aux) is true. i is a column vector of queries and j a row vector of
+    keys, both counted from 0."""
 
     function: Callable
 

@@ -20,13 +20,13 @@ from attention.softmax import ampere, backward, hopper, hopper_fp8
 from attention.softmax.block_masks import BlockedMask
 from attention.softmax.decode import ampere as decode_ampere
 from attention.softmax.decode.caches import DenseLoader, PagedLoader
-from attention.softmax.decode.norms import ByRms, RmsOfRows
+from attention.softmax.decode.norms import MultiHeadRmsNorm, RmsNormedKeys
 from attention.softmax.decode.products import SameDtypeProducts
 from attention.softmax.decode.reach import KeyWindow
 from attention.softmax.decode.results import PartialOutput
 from attention.softmax.decode.splits import StreamKSplits
 from attention.softmax.dropped import Dropped
-from attention.softmax.norms import Layer, Normed
+from attention.softmax.norm_parts import Layer, Normed
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import CAUSAL, FULL
 from ops import exp2, load, row_max, store
@@ -38,7 +38,14 @@ STEPS, MAMBA2, OUTPUTS = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=
 PLAIN = Variant(), KeyWindow(False, True, False)
 PART = PartialOutput(bf16, 16)
 SHARED = *PLAIN, PagedLoader(16), decode_ampere.final_or_partial(bf16, 16), Variant(), StreamKSplits
-NORMED = Normed(RmsOfRows(True)), PLAIN[1], DenseLoader(16), decode_ampere.final_or_partial(bf16, 16), Variant(), StreamKSplits
+NORMED = (
+    Normed(MultiHeadRmsNorm(True)),
+    PLAIN[1],
+    DenseLoader(16),
+    decode_ampere.final_or_partial(bf16, 16),
+    Variant(),
+    StreamKSplits,
+)
 SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, vector_bytes=4)),
     ("sm_80", token_loop, token_loop.Config(64, "token", normalize=True)),
@@ -46,17 +53,17 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     (
         "sm_80",
         decode_ampere,
-        decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *SHARED, tall=True, room=MEDIUM),
+        decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *SHARED, tall=True, shared_limit=MEDIUM),
     ),
     (
         "sm_90a",
         decode_ampere,
-        decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *NORMED, pdl=True, keys_norm=ByRms()),
+        decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *NORMED, pdl=True, keys_norm=RmsNormedKeys()),
     ),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], PagedLoader(16), PART, True, 128)),
     ("sm_90a", mla_hopper, mla_hopper.Config(products.LatentProducts(bf16), PLAIN[1], boxes.TmaPagedLatents(1), PART)),
-    ("sm_90a", mla_hopper, mla_hopper.gathered(bf16, True, PLAIN[1], PagedLoader(16), PART)),
+    ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
     ("sm_89", ampere, ampere.config_for(128, fp16, FULL, SMALL)),
     *(("sm_90a", hopper_fp8, hopper_fp8.config_for(dim, FULL, keys=8192, before=True)) for dim in (64, 256)),
     ("sm_90a", backward.hopper, backward.hopper.config_for(64, bf16, CAUSAL)),

@@ -73,7 +73,7 @@ def test_more_shared_memory_than_today_s(monkeypatch):
                 for split in (FixedSplits, StreamKSplits):
                     for tall in (False, True):
                         kind = product, Variant(), window, DenseLoader(16), result, Variant(), split
-                        yield decode_ampere.config_for(dim, dim, *kind, tall=tall, room=room)
+                        yield decode_ampere.config_for(dim, dim, *kind, tall=tall, shared_limit=room)
         for rows in (1, 128):
             yield mla_ampere.config_for(bf16, window, DenseLoader(16), FinalOutput(bf16, 16), True, rows, room)
             yield mla_quantised.config_for(bf16, window, PagedLoader(16), FinalOutput(bf16, 16), True, rows, room)
@@ -82,9 +82,9 @@ def test_more_shared_memory_than_today_s(monkeypatch):
     assert list(chosen(more)) == largest != list(chosen(SMALL))
     for module, names in {
         ampere: ["ROOMS"],
-        decode_ampere: ["ROOMS", "TALL"],
-        mla_ampere: ["ROOMS"],
-        mla_quantised: ["ROOMS"],
+        decode_ampere: ["SHAPES_BY_LIMIT", "TALL_SHAPES"],
+        mla_ampere: ["SHAPES_BY_LIMIT"],
+        mla_quantised: ["SHAPES_BY_LIMIT"],
     }.items():
         for name in names:
             table = getattr(module, name)

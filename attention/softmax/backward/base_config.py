@@ -7,7 +7,7 @@ from tiles.arguments import Record, record
 
 from ..base_config import BaseConfig
 from .dq_order import UNORDERED, AscendingAdds, UnorderedAdds
-from .query_lists import query_tiling
+from .listed_queries import query_tiling
 from .results import AccumulateGradient, StoreGradient
 from .slopes import NO_SLOPE_GRADIENT, NoSlopeGradient
 from .tiling import QueryTiling
@@ -70,7 +70,7 @@ class BackwardConfig(BaseConfig):
     def tiling(self) -> QueryTiling:
         """The object that says which query tiles see a key block."""
         tiling = query_tiling(self.by_list, self.deterministic, self.splits_queries)
-        return tiling(self.rows, self.kv, self.variant, self.seq_layout.apart)
+        return tiling(self.rows, self.kv, self.variant, self.seq_layout.bounded_by_array)
 
     @property
     def lse_delta(self) -> sv:

@@ -75,12 +75,12 @@ def make(config: recomputed_scores.Config):
         for m in range(cuda.blockIdx.x, batches * heads * tiles * blocks, cuda.gridDim.x):
             rest, number = divmod(int32(m), blocks)
             batch_head, tile = divmod(rest, tiles)
-            tile, batch, head = sequences.find(tile, batch_head, heads, params)
+            tile, batch, head = sequences.find_tile(tile, batch_head, heads, params)
             seq = sequences.sequence(batch, params)
             ctx = ScoreContext(batch, head, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
             arrays, buffers = (gQ, gK, gV, gDO), (q, k, v, do)
             if PACKED:
-                if sequences.has(tile, batch, params):
+                if sequences.has_tile(tile, batch, params):
                     kv_blocks = scores.tiling.key_blocks(scores.rows * tile, ctx)
                     for block_index in range(int32(kv_blocks.first + number), int32(kv_blocks.first + kv_blocks.n), blocks):
                         n = add_tile(

@@ -75,8 +75,10 @@ def computes_slopes(head_dim: int, value_dim: int, seq_layout: type[sequences.Ba
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
-        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            yield config_for(head_dim, of, variant)
+        for input_dtype, head_dim, variant in itertools.product(
+            (bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)
+        ):
+            yield config_for(head_dim, input_dtype, variant)
 
 
 @functools.cache
@@ -85,18 +87,18 @@ def make(config: Config):
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
     PARAMS, AUX, INPUT, ROUNDED = config.params, config.aux, config.dtype, config.rounded_p
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
-    brought, order, result, OUT = config.brought, config.order, config.result, config.result.dtype
+    bias_tiles, order, result, OUT = config.bias_tiles, config.order, config.result, config.result.dtype
     PARTS, NONLINEAR, UNIT = parts.count, variant.nonlinear, int(sequences.packed)
     PER_KEY = config.consumers_per_key  # consumer `wg` has keys number wg // PER_KEY and columns number wg % PER_KEY
     GRAD = fp32 if config.float32_grad else INPUT
-    FENCED = PER_KEY == 1  # does every consumer publish a part of dS, with the fence that this takes?
+    FENCED = PER_KEY == 1  # has every consumer just fenced its stores, because it published dS?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? LAST + wg is its last one
     K_COLS, V_COLS = config.head_dim // PER_KEY, config.value_dim // PER_KEY
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES, slope_gradient, SLOPE_WARPS = rt(16, ROWS, fp32), config.slope_gradient, config.slope_warps
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = hopper_pipeline.memory(config)
-    load_tiles, add_dq = hopper_pipeline.make_load(config, ahead=True), hopper_pipeline.make_add_dq(config)
+    load_tiles, add_dq = hopper_pipeline.make_load(config, extra_tile=True), hopper_pipeline.make_add_dq(config)
 
     @inlined
     def columns(tile, cols, n):
@@ -110,7 +112,7 @@ def make(config: Config):
     def clear_tail(tile, rows):
         """A tile of Q or dO with zeros after its first `rows` rows, which are the sequence's."""
         if sequences.packed:
-            sequences.clear(tile, rows, CONSUMERS)
+            sequences.zero_foreign_rows(tile, rows, CONSUMERS)
         return tile
 
     @inlined
@@ -119,7 +121,7 @@ def make(config: Config):
         query tile j, whose scores are s."""
         k, q, do, ds_ring, dq_ring, lse_delta, bias = rings
         dp = warpgroup.mm_ABt(v_rows, clear_tail(do.wait(j), ctx.seqlen_q - ctx.row))
-        ctx = brought.by_keys(bias, j, ctx, wg // PER_KEY)
+        ctx = bias_tiles.load_columns(bias, j, ctx, wg // PER_KEY)
         vectors = lse_delta.wait(j)
         lse = load(subtile(vectors, ROWS, 0), S.col_vec)
         s, grad = variant.score_and_grad(s, ctx, key)
@@ -139,7 +141,7 @@ def make(config: Config):
         if wg % PER_KEY == 0:
             warpgroup.store_transposed(subtile(ds_ring.claim(j), ROWS, 0, EACH, wg // PER_KEY), ds)
             ds_ring.publish(j)
-        brought.give_back(bias, j, FENCED)
+        bias_tiles.release(bias, j, FENCED)
         if j > 0:
             dq_ring.publish(PARTS * (j - 1) + LAST + wg, FENCED)  # only now: its fence waits for all stores, dS too
         lse_delta.release(j, None, FENCED)
@@ -177,21 +179,21 @@ def make(config: Config):
         which are worked on at once, and what the block adds to dQ. gDK and gDV have `heads` heads, `partials` for each key head
         (shares.py): one for each of `splits` parts of the query tiles of each group of `group` query heads. P = exp2(`scale` s
         - lse), where s is what the variant makes of `unit` Q K^T."""
-        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
+        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = bias_tiles.open(smem)
         grid.follow()
         wg = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)
         slope_row = int32(blocks * (batch_head // heads) + block)
-        block, batch, dkv_head = sequences.find_keys(block, batch_head, heads, KV, params)
+        block, batch, dkv_head = sequences.find_key_block(block, batch_head, heads, KV, params)
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and wg < CONSUMERS:
-            exist, row = sequences.nobodys_keys(key, batch, KV, params)
-            if exist:
+            has_padding, row = sequences.padding_keys(key, batch, KV, params)
+            if has_padding:
                 at_keys = int32(0), int32(row + EACH * (wg // PER_KEY)), dkv_head
                 result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % PER_KEY)))
                 result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % PER_KEY)))
-        if not sequences.has_keys(key, batch, params):
+        if not sequences.has_key(key, batch, params):
             return
         ctx = ScoreContext(
             batch, group * head_group, int32(0), seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0
@@ -210,8 +212,8 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             k_rows, v_rows = k.wait(0), v.wait(0)
-            sequences.clear(k_rows, seq.seqlen_k - key, CONSUMERS)
-            sequences.clear(v_rows, seq.seqlen_k - key, CONSUMERS)
+            sequences.zero_foreign_rows(k_rows, seq.seqlen_k - key, CONSUMERS)
+            sequences.zero_foreign_rows(v_rows, seq.seqlen_k - key, CONSUMERS)
             q_tiles.clear(k_rows, CONSUMERS)
             q_tiles.clear(v_rows, CONSUMERS)
             k_rows, v_rows = subtile(k_rows, EACH, wg // PER_KEY), subtile(v_rows, EACH, wg // PER_KEY)
@@ -242,7 +244,7 @@ def make(config: Config):
                 dq_ring.publish(PARTS * (j - 1) + LAST + wg)
             row = seq.offset_k + key + EACH * (wg // PER_KEY)
             if sequences.packed:
-                end = sequences.last_key(batch, params)
+                end = sequences.end_of_keys(batch, params)
                 gDK, gDV = truncate(gDK, 1, end), truncate(gDV, 1, end)
             result.store_warpgroup(gDK, dk * unit, (seq.batch, row, dkv_head, K_COLS * (wg % PER_KEY)))
             result.store_warpgroup(gDV, variant.output(dv, ctx), (seq.batch, row, dkv_head, V_COLS * (wg % PER_KEY)))

@@ -73,7 +73,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, COLS, EACH, MAIN_ROWS = config.rows, config.kv, warpgroup.ROWS, config.main_rows
-    PARAMS, AUX, variant, tiling, brought = config.params, config.aux, config.variant, config.tiling, config.brought
+    PARAMS, AUX, variant, tiling, bias_tiles = config.params, config.aux, config.variant, config.tiling, config.bias_tiles
     sequences, result = config.sequences, float32_output(config.accumulate)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     S, readers = rt(16, COLS, fp32), CONSUMERS * warpgroup.WARPGROUP
@@ -83,7 +83,7 @@ def make(config: Config):
         k=ring(config.key, STAGES, readers),
         v=ring(config.value, STAGES, readers),
         do=ring(DOUT, STAGES, readers),
-        **brought.rings(STAGES, readers),
+        **bias_tiles.rings(STAGES, readers),
     )
 
     @inlined
@@ -111,7 +111,7 @@ def make(config: Config):
         index = int32(2 * MAIN_ROWS * (ctx.row // MAIN_ROWS) + ctx.row % MAIN_ROWS)
         lse = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, index))
         delta = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, int32(index + MAIN_ROWS)))
-        ctx = brought.own_rows(tile, ctx._replace(precomputed=variant.precompute(ctx)), wg)
+        ctx = bias_tiles.load_rows_of_tile(tile, ctx._replace(precomputed=variant.precompute(ctx)), wg)
         s = warpgroup.wait(s, newer=1)
         q.release(n)
         k.release(n)
@@ -131,7 +131,7 @@ def make(config: Config):
         """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads`
         heads, `bias_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is
         exp2(`scale` s - lse); `group` query heads share a key head."""
-        q, k, v, do, tiles = brought.open(smem)
+        q, k, v, do, tiles = bias_tiles.open(smem)
         wg = warpgroup.id()
         t = n = int32(0)  # dBias tiles, and tiles of Q and K, so far
         if wg == CONSUMERS:
@@ -139,7 +139,7 @@ def make(config: Config):
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
                 ctx, key, visible, _ = tile_of(m, bias_heads, bias_tiles, blocks, params, aux)
                 if visible:
-                    brought.fill(tiles, t, params, (ctx.batch, ctx.head, ctx.row, key // COLS))
+                    bias_tiles.fill(tiles, t, params, (ctx.batch, ctx.head, ctx.row, key // COLS))
                     for i in range(batches * heads):
                         batch, head = divmod(int32(i), heads)
                         batch, head = int32(ctx.batch + batch), int32(ctx.head + head)
@@ -162,7 +162,7 @@ def make(config: Config):
                         head_ctx = ctx._replace(batch=int32(ctx.batch + batch), head=int32(ctx.head + head), row=row)
                         total = total + compute_ds(n, tile, rings, gLseDelta, head_ctx, key, masked, wg, scale)
                         n = int32(n + 1)
-                    brought.give_back(tiles, t)
+                    bias_tiles.release(tiles, t)
                     t = int32(t + 1)
                 result.store_tile(gDBias, total, (ctx.batch, ctx.head, row, key))
 

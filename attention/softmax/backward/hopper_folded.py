@@ -49,15 +49,15 @@ def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
-        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
-            yield config_for(HEAD_DIM, of, variant)
+        for input_dtype, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
+            yield config_for(HEAD_DIM, input_dtype, variant)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, bias_tiles = config.params, config.aux, config.dtype, config.order, config.bias_tiles
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, config.head_dim, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
@@ -94,8 +94,8 @@ def make(config: Config):
         ds_ring.release(j)
         warpgroup.store_held(dq_ring.claim(PARTS * j + wg), part)
 
-    def make_step(later):
-        """The step from one query tile to the next. Every step but the first (`later`) also computes a part of dQ."""
+    def make_step(with_dq):
+        """The step from one query tile to the next. Every step but the first also computes a part of dQ (`with_dq`)."""
 
         @inlined
         def step(j, ds, dk, dv, masked, rings, kv, wg, ctx, key, scale):
@@ -103,19 +103,19 @@ def make(config: Config):
             k_rows, v_rows, k = kv
             s = warpgroup.mm_ABt(k_rows, q.wait(j + 1))
             dk = warpgroup.mma_AB(dk, ds, q.wait(j))
-            if later:
+            if with_dq:
                 part = parts.start_dq(wg, ds_ring.wait(j - 1), k.wait(0))
-            s = warpgroup.wait(s, newer=2 if later else 1)
+            s = warpgroup.wait(s, newer=2 if with_dq else 1)
             warp_key = int32(key + EACH * wg + S.cols * warpgroup.rank())  # computed anew, to save registers
             p = compute_p(j + 1, s, masked, rings, wg, ctx, warp_key, scale)
-            if later:
+            if with_dq:
                 part = warpgroup.wait(part)
             dk = warpgroup.wait(dk)
             q.release(j)
-            if later:
+            if with_dq:
                 store_dq(j - 1, part, rings, wg)
             ds, dv = compute_ds(j + 1, p, dv, v_rows, rings, wg)
-            if later:
+            if with_dq:
                 dq_ring.publish(PARTS * (j - 1) + wg, True)
             dv = warpgroup.wait(dv)
             do.release(j + 1)
@@ -133,7 +133,7 @@ def make(config: Config):
         raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a key block, and what it adds to dQ. hopper.py documents the parameters."""
-        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
+        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = bias_tiles.open(smem)
         grid.follow()
         wg = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)

@@ -62,15 +62,15 @@ def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
-        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
-            yield config_for(HEAD_DIM, of, variant)
+        for input_dtype, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
+            yield config_for(HEAD_DIM, input_dtype, variant)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KV, ROWS, EACH = config.kv, config.rows, warpgroup.ROWS  # keys of a block, queries of a tile, keys of a consumer
-    PARAMS, AUX, INPUT, order, brought = config.params, config.aux, config.dtype, config.order, config.brought
+    PARAMS, AUX, INPUT, order, bias_tiles = config.params, config.aux, config.dtype, config.order, config.bias_tiles
     variant, tiling, parts, sequences, PARTS = config.variant, config.tiling, config.parts, config.sequences, config.parts.count
     DK, DV, S = rt(16, KV, fp32), rt(16, config.value_dim, fp32), rt(ROWS, 16, fp32, "col")  # of dK^T a warp has 16 columns
     DKDQ_WARPS, NONLINEAR, PING_PONG = warpgroup.WARPGROUP, variant.nonlinear, variant.changes_scores
@@ -83,7 +83,7 @@ def make(config: Config):
         ds=ring(st(ROWS, KV, INPUT), config.ds_stages, DKDQ_WARPS, CONSUMER_WARPS),
         dq=ring(parts.part_tile, config.dq_stages, 1, DKDQ_WARPS),
         lse_delta=ring(config.lse_delta, config.stages, CONSUMER_WARPS),
-        **brought.rings(1, CONSUMER_WARPS),
+        **bias_tiles.rings(1, CONSUMER_WARPS),
     )
     ping_pong = warpgroup.ping_pong(CONSUMERS)
 
@@ -107,8 +107,8 @@ def make(config: Config):
             ping_pong.take(warpgroup.id())
         q.release(j)
         warp_key = int32(key + EACH * warpgroup.id() + S.cols * warpgroup.rank())  # computed anew, to save registers
-        ctx = brought.by_keys(bias, j, ctx, warpgroup.id())
-        brought.give_back(bias, j)
+        ctx = bias_tiles.load_columns(bias, j, ctx, warpgroup.id())
+        bias_tiles.release(bias, j)
         s, grad = variant.score_and_grad(s, ctx, warp_key)
         if NONLINEAR:
             grad = INPUT(grad)  # to save registers
@@ -163,7 +163,7 @@ def make(config: Config):
         raster_group: INT, group: INT, partials: INT, splits: INT, scale: FLOAT, unit: FLOAT,
     ):  # fmt: skip
         """dK and dV of a key block, and what it adds to dQ. hopper.py documents the parameters."""
-        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = brought.open(smem)
+        k, v, q, do, ds_ring, dq_ring, lse_delta, bias = bias_tiles.open(smem)
         grid.follow()
         wg = warpgroup.id()
         block, batch_head = order.place(tiling, cuda.blockIdx.x, blocks, batch_heads, raster_group)

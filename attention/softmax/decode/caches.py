@@ -1,4 +1,5 @@
-"""Where the keys and values of a sequence lie, as objects with the same methods, which fill the stages of a pipeline."""
+"""How rows of K and V are loaded by cp.async, by how the cache is laid out, as classes with the same methods: `fill` fills a
+stage of a block's pipeline; `copy_rows` and `load_fp8_rows` load one warp's rows."""
 
 from typing import Any
 
@@ -7,15 +8,14 @@ from numpy import int32
 from ops import copy_async, copy_pages, load_pages, load_unordered, look_up, truncate
 from tiles import inlined, static
 from tiles.arguments import ENDS
-from tiles.numba_names import types
 
-TABLE = types.Array(types.int32, 2, "A")  # page numbers
+from ..key_sources import PAGE_TABLE
 
 
 @static
 class DenseLoader:
-    """Sequence n lies in batch n of an array (batch, row, head, column). vector_bytes: the number of bytes of which addresses
-    are multiples."""
+    """Sequence n is batch n of an array (batch, row, head, column). vector_bytes: the bytes that
+    addresses are multiples of."""
 
     vector_bytes: int
 
@@ -26,44 +26,45 @@ class DenseLoader:
 
     @property
     def params(self) -> dict[str, Any]:
-        """{kernel's argument: its type} of what this needs in the kernel."""
+        """{parameter: its type} of the kernel's parameters that these methods read."""
         return {}
 
     @inlined
     def look_up(self, pipe, source, sequence, key, end, params):
-        """Look up where the rows of a tile of a pipeline lie, from `key` on and before `end`, for `fill`."""
+        """Look up where the rows of one of the pipeline's tiles are, from `key` on and before `end`, for `fill`."""
         return int32(0)
 
     @inlined
     def fill(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
-        """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on."""
+        """Start copying tile j of `n` of a pipeline: the sequence's rows from `key` on, zeros from `end` on. lookup: from
+        look_up."""
         pipe.fill(j, truncate(source, 1, end), (sequence, key, head, 0), 1, 3, n, self.vector_bytes)
 
     @inlined
     def fill_descales(self, pipe, j, source, lookup, sequence, key, head, end, n, params):
-        """The same for a pipeline of vectors, from an array without columns that lies in the same way. head: (its number,), or
-        () if there are no heads."""
+        """Start copying vector j of `n` of a pipeline: the descales of the sequence's rows from `key` on, from an array laid
+        out as the cache is, without columns. head: (its index,), or () if the array has no heads."""
         pipe.fill(j, truncate(source, 1, end), (sequence, key) + head, cols=1, end=n)
 
     @inlined
     def look_up_rows(self, part, source, sequence, key, end, params):
-        """The same as `look`, done by one warp for the rows of type `part` that it will `copy`."""
+        """Look up where the rows of a warp's tile of type `part` are, for copy_rows, load_fp8_rows and copy_descales."""
         return int32(0)
 
     @inlined
     def copy_rows(self, tile, source, lookup, sequence, key, col, end, params):
-        """The same as `fill`, done by one warp: start copying rows of one head to a shared tile."""
+        """Start copying a warp's rows of head 0 to a shared tile: the sequence's rows from `key` on, columns from `col` on."""
         copy_async(tile, truncate(source, 1, end), (sequence, key, 0, col), 1, 3, self.vector_bytes)
 
     @inlined
     def load_fp8_rows(self, spec, source, lookup, sequence, key, col, end, params):
-        """The same for fp8, to registers: a tile of type `spec`, with its columns in load_unordered's order. Addresses must be
-        multiples of 16."""
+        """Load a warp's fp8 rows of head 0 to registers, as a tile of type `spec` with its columns in load_unordered's order.
+        Addresses must be multiples of 16."""
         return load_unordered(truncate(source, 1, end), spec, (sequence, key, 0, col), 1, 3, True)
 
     @inlined
     def copy_descales(self, vector, source, lookup, sequence, key, end, params):
-        """The same for a shared vector, from an array without heads."""
+        """Start copying a warp's descales to a shared vector, from an array without heads."""
         copy_async(vector, truncate(source, 1, end), (sequence, key))
 
 
@@ -105,7 +106,7 @@ class PagedLoader(DenseLoader):
 
     @property
     def params(self) -> dict[str, Any]:
-        return {"pages": TABLE}
+        return {"pages": PAGE_TABLE}
 
     @inlined
     def look_up(self, pipe, source, sequence, key, end, params):

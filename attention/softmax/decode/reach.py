@@ -1,8 +1,9 @@
-"""Which keys query tokens see: those in use, from a place on and up to a place. And what depends on how far a key is away.
+"""Which keys query tokens see: those in use, limited by a window and by left padding. And what depends on the distance of a
+key.
 
 Query heads that share a key head, and the query tokens, are the rows of a tile: row r of the tile that begins at `row` belongs
-to token (row + r) // group. So what is a number where rows are queries is a vector here: At.row are the rows' tokens, At.head
-their heads. Token t stands at key t + shift, the last one at the last key."""
+to token (row + r) // group. So what is a number where rows are queries of one head is a vector here: ScoreContext.row has the
+rows' tokens, ScoreContext.head their heads. Token t is at key t + shift, so that the last token is at the last key."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,13 +15,13 @@ from tiles import inlined, static
 from tiles.arguments import ENDS, FLOAT, INT, array
 
 from ..scores import Scored
-from ..sequences import GROWING, in_use
+from ..sequences import APPENDING, in_use
 from ..variants import Variant
 from ..visible_keys import Masked
 
 
 class KeySpan(NamedTuple):
-    """Keys `first` to before `end`: no row sees others. shift: see the module."""
+    """Some tokens see no keys but those from `first` to before `end`. shift: token t is at key t + shift."""
 
     first: Any
     end: Any
@@ -29,20 +30,20 @@ class KeySpan(NamedTuple):
 
 @static
 class KeyWindow:
-    """Of the keys in use (`in_use`) those from params.left places before a token's own on, and up to params.right places after
-    it, as far as these are said; and none before params.leftpad[n], if the cache is padded."""
+    """Of the keys in use, a token at key p sees those from p - params.left on if `left`, and up to p + params.right if `right`;
+    and none before params.leftpad[n] of sequence n if `padded`."""
 
     left: bool
     right: bool
     padded: bool
 
     def __str__(self):
-        said = {"left": self.left, "right": self.right, "padded": self.padded}
-        return " ".join(name for name, is_so in said.items() if is_so) or "all"
+        flags = {"left": self.left, "right": self.right, "padded": self.padded}
+        return " ".join(name for name, is_set in flags.items() if is_set) or "all"
 
     @property
     def params(self) -> dict[str, Any]:
-        """The kernel's arguments that it reads, and what they are."""
+        """{parameter: its type} of the kernel's parameters that these methods read."""
         params: dict[str, Any] = {**self.length_params}
         params |= {"left": INT} if self.left else {}
         params |= {"right": INT} if self.right else {}
@@ -50,8 +51,8 @@ class KeyWindow:
 
     @property
     def length_params(self) -> dict[str, Any]:
-        """{kernel's argument: its type} of those that say how many keys are in use."""
-        return GROWING
+        """{parameter: its type} of those that say how many keys are in use."""
+        return APPENDING
 
     @inlined
     def in_use(self, sequence, params):
@@ -60,7 +61,7 @@ class KeyWindow:
 
     @inlined
     def key_span(self, sequence, first, last, tokens, params):
-        """The Stretch of tokens `first` to `last` of `tokens`."""
+        """The KeySpan of tokens `first` to `last` of the `tokens` that a sequence has."""
         length = self.in_use(sequence, params)
         begin, end, shift = int32(0), length, int32(length - tokens)
         if self.padded:
@@ -73,14 +74,14 @@ class KeyWindow:
 
     @inlined
     def line_up(self, size, first, count, before, tile, tokens, params):
-        """The keys that all tokens of a sequence together see, in tiles: see ops.line_up."""
+        """ops.line_up of the tiles of `size` keys that any token of a sequence sees."""
         begins = params.leftpad if self.padded else None
         most = int32(tokens + params.left if self.left else 2**31 - 1)
         return line_up(params.lengths, begins, most, size, first, count, before, tile)
 
     @inlined
     def mask(self, s, ctx, key, end):
-        """-inf for the scores that must not be seen, of keys from `key` on."""
+        """s, of keys from `key` on, with -inf where a row does not see the key. end: the end of the keys in use."""
         s, place, j = right_fill(s, int32(end - key), -math.inf), ctx.row + int32(ctx.shift - key), col_index(s.row_vec)
         if self.right:
             s = where(j <= place + ctx.params.right, s, -math.inf)
@@ -90,7 +91,7 @@ class KeyWindow:
 
 
 class GrowingKeyWindow(KeyWindow):
-    """The same where params.added keys are being appended; the tiles that are shared out include them."""
+    """A KeyWindow while the same call appends params.added keys, which stream-K shares out, too."""
 
     @inlined
     def line_up(self, size, first, count, before, tile, tokens, params):
@@ -100,8 +101,8 @@ class GrowingKeyWindow(KeyWindow):
 
 
 class WholeCacheWindow(KeyWindow):
-    """All keys that there is room for, params.keys in each sequence. All sequences are equally long, so their keys are split
-    into parts and not shared out."""
+    """A KeyWindow over caches that are full: params.keys keys of each sequence are in use. As all sequences are equally long,
+    their keys go to fixed splits, not to stream-K."""
 
     def __str__(self):
         return f"{super().__str__()} of whole caches"
@@ -116,18 +117,18 @@ class WholeCacheWindow(KeyWindow):
 
 
 class AlibiRows(Variant):
-    """score - slope |t + shift - j|, with a slope a head: ALiBi."""
+    """score - slope |t + shift - j|, with a slope for each head: ALiBi, for rows of several tokens and heads."""
 
     changes_scores = True
 
     @property
     def params(self) -> dict[str, Any]:
-        """See Variant. slopes: (sequence, head). per_slope: 1 / the unit of scores."""
+        """{parameter: its type}. slopes: (sequence, head). per_slope: 1 / the unit of scores."""
         return {"slopes": array(2), "per_slope": FLOAT}
 
     @inlined
     def precompute(self, ctx):
-        """See Variant: the rows' slopes, in units of scores."""
+        """The rows' slopes, in units of scores."""
         return ctx.params.slopes[ctx.batch, ctx.head] * ctx.params.per_slope
 
     @inlined
@@ -136,7 +137,7 @@ class AlibiRows(Variant):
 
 
 class ScoredRows(Scored):
-    """A score in Python, for rows that belong to several tokens and heads."""
+    """A score in Python (score_mod), for rows of several tokens and heads."""
 
     @inlined
     def score(self, s, ctx, key):
@@ -146,7 +147,7 @@ class ScoredRows(Scored):
 
 
 class MaskedRows(Masked):
-    """A mask in Python, for such rows."""
+    """A mask in Python (mask_mod), for rows of several tokens and heads."""
 
     @inlined
     def mask(self, s, ctx, key, hidden):

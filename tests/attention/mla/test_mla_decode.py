@@ -260,13 +260,13 @@ def test_mistakes_name_the_argument():
     table = np.zeros((1, 1), np.int32)
     refused(ValueError, "^lengths: must be from 0 to 5", lengths=(6,))
     refused(ValueError, "^lengths: batch must equal q's", lengths=(5, 5))
-    refused(ValueError, "^latent: batch must equal q's where there are neither", latent=draw((2, 5, COLUMNS)))
+    refused(ValueError, "^latent: batch must equal q's unless pages or batch_index is passed", latent=draw((2, 5, COLUMNS)))
     refused(ValueError, "^latent: head_dim must equal q's", latent=draw((1, 5, 512)))
     refused(ValueError, "^q: must have 576 columns", q=draw((1, 1, 2, 64)), latent=draw((1, 5, 64)))
     refused(ValueError, "^q: must have at least one head", q=draw((1, 1, 0, COLUMNS)))
     refused(ValueError, "^out: must have 512 columns: out.shape=", out=draw((1, 1, 16, COLUMNS)))
     refused(TypeError, "^lengths: dtype must be one of", lengths=(5.0,))
-    refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
+    refused(ValueError, "^batch_index: must be None where pages is passed", pages=table, batch_index=np.zeros(1, np.int32))
     refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
     refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
     refused(TypeError, "^scale: must be a number", scale=None)
@@ -276,13 +276,13 @@ def test_mistakes_name_the_argument():
 def test_mistakes_about_a_quantised_cache_name_the_argument():
     (held, descale, rotary), _ = quantise(case((5,))[1])
     fp8 = {"latent": held, "descale": descale, "rotary": rotary}
-    refused(TypeError, "^rotary: must be given where the other is", latent=held, descale=descale)
-    refused(TypeError, "^descale: must be given where the other is", latent=held, rotary=rotary)
+    refused(TypeError, "^rotary: must be passed together with descale", latent=held, descale=descale)
+    refused(TypeError, "^descale: must be passed together with rotary", latent=held, rotary=rotary)
     refused(TypeError, "^latent: dtype must be one of", **fp8 | {"latent": draw((1, 5, LATENT))})
     whole = np.concatenate([held, held[..., :ROTARY]], -1)
     refused(
         TypeError,
-        "^latent: of float8_e4m3fn has 512 columns, and the rest apart: pass rotary= and descale=: .*576",
+        "^latent: in float8_e4m3fn must have 512 columns; pass rotary= and descale=, too: .*576",
         latent=whole,
     )
     refused(ValueError, "^latent: q must have 576 columns", **fp8 | {"rotary": draw((1, 5, 2 * ROTARY))})

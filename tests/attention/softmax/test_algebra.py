@@ -8,7 +8,7 @@ from places import OnInterpreter
 import attention
 from attention.softmax import launches
 from attention.softmax.algebra import Ends, ends_of_mask, score_of
-from attention.softmax.scores import Scored, ScoredIn, SlopedBy
+from attention.softmax.scores import Scored, ScoredInUnit, SlopedBy
 from ops import exp2, less_equal, tanh
 
 I, J = np.arange(40)[:, None], np.arange(50)[None]
@@ -46,11 +46,11 @@ def test_masks(name):
 
 
 SCORES = {  # what is found: the kind, and unit and factor, or whether it is straight
-    "capped": (lambda s, b, h, i, j: 30 * tanh(s / 30), ScoredIn, (30, 1 / 30)),
-    "capped, turned": (lambda s, b, h, i, j: tanh(0.5 * s) * 4, ScoredIn, (4, 0.5)),
-    "two uses": (lambda s, b, h, i, j: (s * 0.5 + tanh(s * 0.5)) / 2, ScoredIn, (0.5, 0.5)),
-    "uses that differ": (lambda s, b, h, i, j: 2 * (s + tanh(s * 0.5)), ScoredIn, (2, 1)),
-    "only a factor": (lambda s, b, h, i, j: s * 3, ScoredIn, (3, 1)),
+    "capped": (lambda s, b, h, i, j: 30 * tanh(s / 30), ScoredInUnit, (30, 1 / 30)),
+    "capped, turned": (lambda s, b, h, i, j: tanh(0.5 * s) * 4, ScoredInUnit, (4, 0.5)),
+    "two uses": (lambda s, b, h, i, j: (s * 0.5 + tanh(s * 0.5)) / 2, ScoredInUnit, (0.5, 0.5)),
+    "uses that differ": (lambda s, b, h, i, j: 2 * (s + tanh(s * 0.5)), ScoredInUnit, (2, 1)),
+    "only a factor": (lambda s, b, h, i, j: s * 3, ScoredInUnit, (3, 1)),
     "negative": (lambda s, b, h, i, j: -2 * tanh(s), Scored, None),
     "what it is": (lambda s, b, h, i, j: s, Scored, None),
     "divides": (lambda s, b, h, i, j: 2 / (s * s + 1), Scored, None),

@@ -103,10 +103,11 @@ def test_what_becomes_of_scores_in_tiles_of_64():
     np.testing.assert_array_equal(got, agree(OnInterpreter(), q, k, v, (100, 5))[0])
 
 
-@pytest.mark.parametrize("head_dim", [96, 192, 256])
-def test_every_head_dim_in_tiles_of_64(place, head_dim):
-    inputs, size = case((70, 130), 2, head_dim=head_dim, dtype=FP16), 40 if head_dim == 96 else None
-    agree(place, *inputs, (70, 130), size=size, family="sm_90")
+@pytest.mark.parametrize(("head_dim", "value_dim", "size"), [(96, 128, 40), (192, 192, None), (256, 256, None)])
+def test_every_head_dim_in_tiles_of_64(place, head_dim, value_dim, size):
+    """Also in pages of which the last is full, behind which the table ends: nothing is looked up there."""
+    lengths = (70, 120)
+    agree(place, *case(lengths, 2, head_dim=head_dim, value_dim=value_dim, dtype=FP16), lengths, size=size, family="sm_90")
 
 
 @pytest.mark.parametrize(
@@ -381,24 +382,24 @@ def test_mistakes_name_the_argument():
     table, two = np.zeros((1, 1), np.int32), draw((2, 5, 2, 64), BF16)
     refused(ValueError, "^lengths: must be from 0 to 5", lengths=(6,))
     refused(ValueError, "^lengths: sequences must equal q's", lengths=(5, 5))
-    refused(ValueError, "^k: batch must equal q's where there are neither", k=two, v=two)
+    refused(ValueError, "^k: batch must equal q's unless pages or batch_index is passed", k=two, v=two)
     refused(ValueError, "^v: sequence must equal k's", v=draw((1, 4, 2, 64), BF16))
     refused(ValueError, "^q: heads must be a multiple", q=draw((1, 1, 3, 64), BF16))
     refused(TypeError, "^lengths: dtype must be one of", lengths=(5.0,))
-    refused(ValueError, "^batch_index: must be None where there are pages", pages=table, batch_index=np.zeros(1, np.int32))
+    refused(ValueError, "^batch_index: must be None where pages is passed", pages=table, batch_index=np.zeros(1, np.int32))
     refused(ValueError, "^lengths: must be from 0 to 5", pages=table, lengths=(6,))
     for wrong in (-1, 6):
         refused(ValueError, "^leftpad: must be from 0 to 5: ", leftpad=np.array([wrong], np.int32))
     eight, one = draw((1, 5, 2, 64), FP8), np.ones(2, np.float32)
     refused(TypeError, "^v: dtype must be q's or float8_e4m3fn, as k's", k=eight)
     refused(TypeError, "^k: dtype must be q's or float8_e4m3fn", k=draw((1, 5, 2, 64), FP16))
-    refused(ValueError, "^k_descale: is for a cache of float8_e4m3fn", k_descale=one, v_descale=one)
-    refused(ValueError, "^k_descale: must be given where v_descale is", k=eight, v=eight, v_descale=one)
+    refused(ValueError, "^k_descale: must be None unless the cache is float8_e4m3fn", k_descale=one, v_descale=one)
+    refused(ValueError, "^k_descale: must be passed together with v_descale", k=eight, v=eight, v_descale=one)
     refused(ValueError, "^k_descale: heads must equal k's", k=eight, v=eight, k_descale=one[:1], v_descale=one)
     each = np.ones((1, 5, 2), np.float32)
-    refused(ValueError, "^v_descale: must be of each key and head where", k=eight, v=eight, k_descale=each, v_descale=one)
+    refused(ValueError, "^v_descale: must have as many axes as k_descale", k=eight, v=eight, k_descale=each, v_descale=one)
     refused(ValueError, "^k_descale: sequence must equal k's", k=eight, v=eight, k_descale=each[:, :4], v_descale=each)
-    refused(ValueError, "^k_descale: must be given where v_descale is", k=eight, v=eight, v_descale=each)
+    refused(ValueError, "^k_descale: must be passed together with v_descale", k=eight, v=eight, v_descale=each)
     refused(
         TypeError,
         r"^k_descale: must be an array, .* of a number make one: np.full\(\(Hk,\), 0.5, np.float32\)",
@@ -411,13 +412,15 @@ def test_mistakes_name_the_argument():
     refused(ValueError, "^pages: must have the axes sequences, pages of each: ", pages=table[0])
     refused(ValueError, "^splits: must be from 1 to 1024", splits=0)
     refused(TypeError, "^splits: must be an integer", splits=2.5)
-    refused(ValueError, "^family: of few query tokens sm_90's tiles take caches of q's dtype", family="sm_90", k=eight, v=eight)
+    refused(
+        ValueError, "^family: 'sm_90' serves few query tokens only with a cache of q's dtype", family="sm_90", k=eight, v=eight
+    )
     refused(TypeError, "^causal: must be a bool", causal=1)
     refused(ValueError, "^window", window=(-1, 0))
 
 
-def test_a_page_that_the_pool_has_not():
-    """It is named where numbers are looked at; on a GPU nobody looks. What keys in use do not lie in may be anything."""
+def test_a_page_beyond_the_pool_is_refused():
+    """If values are checked; without a check on a GPU. Entries for pages without keys in use may be anything."""
     q, k, v = case((5,))
     given, table = {"lengths": np.array([5])}, np.array([[3, -1]], np.int32)
     with pytest.raises(ValueError, match=r"pages: must be from 0 to 0 where keys are in use: pages\[0, 0\]=3, lengths\[0\]=5"):

@@ -410,16 +410,18 @@ def test_mistakes_name_the_argument():
         with pytest.raises(error, match=words):
             attention.decode(q, k.copy(), v.copy(), **{"lengths": np.array([4])} | more)
 
-    refused(ValueError, "^v_new: must be given where the other is", k_new=new)
-    refused(ValueError, "^k_new: must be given where rotary is", rotary=(COS, SIN))
+    refused(ValueError, "^v_new: must be passed together with k_new", k_new=new)
+    refused(ValueError, "^k_new: must be passed together with rotary", rotary=(COS, SIN))
     refused(TypeError, "^rotary: must be a pair", k_new=new, v_new=new, rotary=COS)
-    refused(ValueError, "^positions: takes k_new", positions=np.array([0]))
-    refused(ValueError, "^cu_seqlens_new: takes k_new", cu_seqlens_new=ends)
-    refused(ValueError, "^cu_seqlens_new: takes cu_seqlens", k_new=new, v_new=new, cu_seqlens_new=ends)
+    refused(ValueError, "^positions: must be None unless k_new", positions=np.array([0]))
+    refused(ValueError, "^cu_seqlens_new: must be None unless k_new", cu_seqlens_new=ends)
+    refused(ValueError, "^cu_seqlens_new: needs cu_seqlens", k_new=new, v_new=new, cu_seqlens_new=ends)
     refused(ValueError, "^lengths: sequence 0 has room for 5 keys", k_new=new, v_new=new, lengths=np.array([5]))
     refused(ValueError, "^rotary: has 4 positions", k_new=new, v_new=new, rotary=(COS[:4], SIN[:4]))
     refused(ValueError, "^cu_seqlens: must end at 1", cu_seqlens=np.array([0, 2]))
-    refused(ValueError, "^k: must have 2 batches", cu_seqlens=np.array([0, 1, 1]), lengths=np.array([4, 4]))
+    refused(
+        ValueError, "^k: batch must equal the number of sequences, 2", cu_seqlens=np.array([0, 1, 1]), lengths=np.array([4, 4])
+    )
     refused(TypeError, "^mask: must be a Python function", mask=3)
     refused(TypeError, "^aux: must be a tuple", aux=3)
 

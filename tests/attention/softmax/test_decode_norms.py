@@ -195,11 +195,11 @@ NEW = draw((1, 1, 2, 64), BF16)
     (dict(k_norm=(weights(64),)), r"k_norm: must be weights, or a pair \(weights, bias\)"),
     (dict(q_norm=np.ones(128, F32)[::2]), "q_norm: last axis must be contiguous"),
     (dict(q_norm=weights(64), norm_eps=0.0), "norm_eps: must be positive"),
-    (dict(k_new_norm=weights(64)), "k_new_norm: takes k_new, too"),
-    (dict(k_norm=weights(64), k_new=NEW, v_new=NEW, rotary=(COS, SIN)), "k_norm: normalises the keys of the.* k_new_norm"),
+    (dict(k_new_norm=weights(64)), "k_new_norm: must be None unless k_new"),
+    (dict(k_norm=weights(64), k_new=NEW, v_new=NEW, rotary=(COS, SIN)), "k_norm: must be None with rotary.* k_new_norm"),
     (dict(k_new_norm=weights(3, 64), k_new=NEW, v_new=NEW), "k_new_norm: heads must equal k's"),
 ])  # fmt: skip
-def test_what_is_refused(options, what):
+def test_wrong_norms_are_refused(options, what):
     q, k, v = case((4,))
     out = poisoned(q.shape, q.dtype)
     with pytest.raises((TypeError, ValueError), match=what):
@@ -208,5 +208,5 @@ def test_what_is_refused(options, what):
 
 
 def test_a_norm_of_queries_takes_queries():
-    with pytest.raises(ValueError, match="q_norm: takes q, too"):
+    with pytest.raises(ValueError, match="q_norm: normalises q, and needs it"):
         attention.append(NEW.copy(), NEW.copy(), NEW, NEW, lengths=np.array([0]), q_norm=weights(64))

@@ -34,7 +34,7 @@ def test_by_the_score(name):
     np.testing.assert_allclose(value, score(S, *at), rtol=1e-6)
     wanted = (np.asarray(score(S + STEP, *at), float) - score(S - STEP, *at)) / (2 * STEP)
     np.testing.assert_allclose(np.broadcast_to(slope, S.shape), wanted, rtol=2e-3, atol=2e-3)
-    assert found.even == (name == "one") and not found.reads
+    assert found.linear == (name == "one") and not found.reads
 
 
 def test_every_map_has_one():

@@ -144,11 +144,11 @@ def test_tiles_of_packed_sequences(tile):
     rng = np.random.default_rng(tile)
     ends = np.concatenate([[0], np.cumsum(rng.integers(0, 300, 37))]).astype(np.int32)
     packed, given = PackedLayout(64), SimpleNamespace(ends=ends, ends_k=ends)
-    found = [packed.find(block, 0, 1, given)[:2] for block in range(int(ends[-1]) // 64 + 37)]
+    found = [packed.find_tile(block, 0, 1, given)[:2] for block in range(int(ends[-1]) // 64 + 37)]
     wanted = {(block, n) for n in range(37) for block in range(-(-int(ends[n + 1] - ends[n]) // 64))}
-    assert wanted == {(int(block), int(n)) for block, n in found if packed.has(block, n, given)} and len(set(found)) == len(
-        found
-    )
+    assert wanted == {(int(block), int(n)) for block, n in found if packed.has_tile(block, n, given)} and len(
+        set(found)
+    ) == len(found)
 
 
 def test_bands_of_which_none_is_short():
