@@ -75,7 +75,7 @@ def computing_nothing():
     with (
         patch.object(plans, "plan_call", in_earnest),
         patch.object(attention, "forward", nothing),
-        patch.object(remote_keys, "apart", lambda q, k, v, *others: nothing(q, k, v)),
+        patch.object(remote_keys, "forward_two_buffers", lambda q, k, v, *others: nothing(q, k, v)),
     ):
         yield
 

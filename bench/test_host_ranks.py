@@ -57,7 +57,7 @@ def one_of_two():
     patch.setattr(Peers, "all_gather_bytes", lambda self, said, device: [said] * self.world)
     patch.setattr(plans, "plan_call", planned_in_earnest)
     patch.setattr(attention, "forward", attends_to_nothing)
-    patch.setattr(remote_keys, "apart", lambda q, *others: attends_to_nothing(q, None, None))
+    patch.setattr(remote_keys, "forward_two_buffers", lambda q, *others: attends_to_nothing(q, None, None))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .arrays import Operand, c_ordered
-from .plan import AnyProgram
 
 
 class RecordedStep(NamedTuple):
@@ -63,12 +62,12 @@ def recorded(function: Callable, *args: Any, places: int) -> tuple[list[Recorded
 
 
 # ---- programs that are called meanwhile: as torch_op.py and jax_call.py ----------------------------------------------
-def serves(arrays: tuple, program: AnyProgram) -> bool:
+def serves(arrays: tuple, program: Any) -> bool:
     """Are these Operands, of a call that is to be recorded?"""
     return now() is not None and any(isinstance(x, Operand) for x in arrays)
 
 
-def call(program: AnyProgram, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
+def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
     """The program's steps are recorded. Gives Operands; what the caller leaves out lies in scratch memory."""
     recording = now()
     assert recording is not None

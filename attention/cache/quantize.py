@@ -14,6 +14,7 @@ from tiles.targets import has_fp8
 
 from ..names import suggests_argument_names
 from ..options import check_flag
+from ..softmax.descales import BLOCK
 from . import quantize_kernels
 from .quantize_kernels import Config
 
@@ -26,9 +27,7 @@ ARRAYS = """
 """
 QUANTIZE = Schema("quantize", ARRAYS)
 ARRAYS_OF_BLOCKS = ARRAYS.replace("computed BG ", "computed BxG")
-QUANTIZE_BLOCKS = Schema(
-    "quantize_blocks", ARRAYS_OF_BLOCKS, x=lambda extents: (extents["S"] + quantize_kernels.BLOCK - 1) // quantize_kernels.BLOCK
-)
+QUANTIZE_BLOCKS = Schema("quantize_blocks", ARRAYS_OF_BLOCKS, x=lambda extents: (extents["S"] + BLOCK - 1) // BLOCK)
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 
 
@@ -68,10 +67,8 @@ def quantize(
     attention.forward; a GPU of compute capability 8.9 or later."""
     if block is None:
         return _quantize(stream, (x, descale, out, None, None), (check_flag("centred", centred), descale is None), layout)
-    if isinstance(block, bool) or block != quantize_kernels.BLOCK:
-        raise ValueError(
-            f"block: must be {quantize_kernels.BLOCK}, the rows that share a descale in attention.forward, or None: {block=}"
-        )
+    if isinstance(block, bool) or block != BLOCK:
+        raise ValueError(f"block: must be {BLOCK}, the rows that share a descale in attention.forward, or None: {block=}")
     if descale is not None:
         raise ValueError(f"descale: must be None where block is passed, which has one computed for each block: {block=}")
     return _quantize_blocks(stream, (x, None, out, None, None), (check_flag("centred", centred), True), layout)
@@ -124,7 +121,7 @@ def _quantize(problem: Problem, centred: bool, computes: bool) -> Plan:
             rows=rows,
             batch_heads=batch_heads,
         )
-    blocks = -(-rows // quantize_kernels.BLOCK)
+    blocks = -(-rows // BLOCK)
     kernel, count = ("quantize_blocks", blocks) if by_block else ("quantize_rows", tiles)
     launch(kernel, batch_heads * count, gX=problem["x"], gOut=problem["out"], gMean=mean, gDescale=descale, count=count)
     return Plan(steps, scratch)

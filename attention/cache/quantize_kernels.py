@@ -27,11 +27,11 @@ from tiles.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import capability, has_fp8
 
+from ..softmax.descales import BLOCK
 from .scales import E4M3_MAX, MIN_DESCALE
 
 WARPS, ROWS, COLUMNS = 4, 16, 64  # warps of a thread block; rows and columns of a tile
 PARTS = 32  # the most parts into which the rows of a head are divided
-BLOCK = 128  # rows that share a descale if a head has several descales
 SUM, MAXIMUM, MINIMUM = range(3)  # indices of gStats' third axis
 
 

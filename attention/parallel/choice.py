@@ -212,6 +212,6 @@ def refusal(scheme: str, call: ForwardCall, queries: Sequence[Spans], keys: Sequ
 
 def seen(call: ForwardCall, q: Span) -> float:
     """Keys that a query of a span sees, on average, by causal and window."""
-    (left, right), middle = call.window, (q.start + q.stop) / 2 + call.past
+    (left, right), middle = call.window, (q.start + q.stop) / 2 + call.key_offset
     end = call.keys if right is None else min(call.keys, middle + right)
     return max(0.0, end - (0 if left is None else max(0.0, middle - left)))

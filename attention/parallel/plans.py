@@ -18,7 +18,7 @@ from ..families import FamilyAndBlock, choose_family, family_block_kv
 from ..names import argument_hint
 from ..options import check_flag
 from ..softmax.forward_programs import FORWARD
-from .agreement import PLAIN_TYPES, describe_value, form_key
+from .agreement import PLAIN_TYPES, cache_key, describe_value
 from .choice import MEMORY_FRACTION, SCHEMES, MachineSpeeds, SchemeChoice, choose, estimate, min_sweeps, plan_sweeps, refusal
 from .gather import GatherAttention
 from .gather_in_order import DeterministicGatherAttention
@@ -27,7 +27,7 @@ from .orders import Span, Spans, count_tokens, find_order
 from .peers import SINGLE_RANK, Peers
 from .pieces import ForwardCall, use_window
 from .ring import RingAttention
-from .ulysses import MeshGatherAttention, UlyssesAttention, join_spans
+from .ulysses import MeshGatherAttention, UlyssesAttention, merge_rank_spans
 from .whole import COUNTS, check_tensors, check_values, check_whole, find_kv_block, parse_length
 
 SHARED_OUT = {"causal", "scale", "deterministic", "family"}  # options of calls that softmax/shared_out.py may serve
@@ -76,7 +76,7 @@ def call_key(settings: tuple[Any, ...], q: Any, k: Any, v: Any, options: dict) -
     if "seed" in options:
         options = options | {"seed": None}
     forms = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device
-    return (*settings, *forms, *options, *map(form_key, options.values()))
+    return (*settings, *forms, *options, *map(cache_key, options.values()))
 
 
 def plan_call(
@@ -241,14 +241,14 @@ def _scheme(
     rows = [slice(at * inner.world, (at + 1) * inner.world) for at in range(outer.world)]
     if name[1] == "gather":  # a rank keeps its queries, and has the keys of its row
         own = [queries[at.start + inner.rank] for at in rows]
-        then, sweeps = by(name[0], outer, call, tuple(own), tuple([join_spans(keys[at]) for at in rows]))
+        then, sweeps = by(name[0], outer, call, tuple(own), tuple([merge_rank_spans(keys[at]) for at in rows]))
         return MeshGatherAttention(inner, queries[mine], keys[mine], then), sweeps
     shares = UlyssesAttention.split_heads(len(call.heads), len(call.kv_heads), inner.world)
     if shares is None:
         raise NotImplementedError(
             f"scheme: {len(call.heads)} heads of {len(call.kv_heads)} key heads are not for {inner.world} ranks"
         )
-    of_rows = [tuple([join_spans(spans[at]) for at in rows]) for spans in (queries, keys)]
+    of_rows = [tuple([merge_rank_spans(spans[at]) for at in rows]) for spans in (queries, keys)]
     then, sweeps = by(name[0], outer, call.select_heads(*shares[inner.rank]), *of_rows)
     return UlyssesAttention(inner, queries[mine], keys[mine], then), sweeps
 

@@ -9,7 +9,7 @@ import torch
 
 from ..options import check_flag
 from ..softmax.autograd import adjacent
-from ..softmax.backward.norms import norm_gradients, normalise_rows
+from ..softmax.backward.norm_programs import norm_gradients, normalise_rows
 from ..softmax.call_options import differentiated
 from ..softmax.gradient import ONCE, flat, grouped
 from . import plans
@@ -18,7 +18,7 @@ from .gradients import GradientAccumulator
 from .orders import Order
 from .peers import check_torch_tensors, disable_compile, peers_of
 from .plans import ParallelPlan, call_key, length_of, world_of
-from .whole import cast, check_values
+from .whole import autocast, check_values
 
 NORMS = "q_norm", "k_norm"
 _NULL_CONTEXT = nullcontext()
@@ -98,7 +98,7 @@ def _call(group: Any, settings: tuple[Any, ...], explain: bool, q: Any, k: Any, 
     peers = peers_of(group)
     try:
         if torch.float32 in (q.dtype, k.dtype, v.dtype):
-            q, k, v = cast(q, k, v)
+            q, k, v = autocast(q, k, v)
         if "bias" in options:
             options["bias"] = _expand_bias(options["bias"], q.shape[1], length_of(peers, q, settings[2]), world_of(peers))
         key = call_key(settings, q, k, v, options)
@@ -183,7 +183,7 @@ def _differentiate(plan, dout, dlse, q, k, v, out, lse, options, wanted) -> dict
     norms, eps = [options.pop(name, None) for name in NORMS], options.pop("norm_eps", 1e-6)
     rows = [normalise_rows(name, x, norm, eps, None, "bshd") for name, x, norm in zip("qk", (q, k), norms)]
     call = plan.backward_call(rows[0], rows[1], v, options)
-    found = GradientAccumulator.begin(rows[0], rows[1], v, call, wanted)
+    found = GradientAccumulator.zeros(rows[0], rows[1], v, call, wanted)
     plan.scheme.differentiate(dout, dlse, *rows, v, out, lse, call, found)
     results = dict(zip("qkv", found.results(q, k, v))) | found.others
     for name, x, norm in zip("qk", (q, k), norms):

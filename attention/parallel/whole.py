@@ -109,7 +109,7 @@ def check_tensors(**arrays: Any) -> None:
             raise ValueError(f"{name}: must have the axes B, S, H, D: {name}.shape={tuple(x.shape)}")
 
 
-def cast(*tensors: Any) -> list[Any]:
+def autocast(*tensors: Any) -> list[Any]:
     """Tensors as torch.autocast has them, where it is on: float32 is what it wants."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):

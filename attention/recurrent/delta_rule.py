@@ -23,8 +23,8 @@ from tiles.schema import Problem, Schema
 from ..families import choose_family
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from . import chunks, rules
-from .kernels import delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, maps_hopper, token_loop
+from . import chunks, rules, token_plan
+from .kernels import delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper, maps_hopper
 from .kernels.tokens import CHUNK, COLUMNS
 from .rules import DTYPES, is_varlen, pad_key_dim
 
@@ -142,7 +142,7 @@ def _delta_rule(problem: Problem, scale: float | None, return_state: bool, famil
     if on_hopper and key_dim <= widest and batch * length:
         arrays |= {"gGates": problem["decay"], "gO": problem["out"]}
         return Plan(*_plan_segments(problem, arrays, by_channel, scale))
-    return Plan([token_loop.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
+    return Plan([token_plan.launch(problem, arrays | {"gDecay": problem["decay"], "gOut": problem["out"]}, scale)])
 
 
 def final_states(
@@ -180,7 +180,7 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
         return Plan([_scan_chunks(problem, arrays, columns, delta_states_hopper, 1, segments=1, scanned=1, values=0)])
     outputs = (batch, length, heads, value_dim), "bfloat16"  # which the token loop writes and nothing reads
     arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
-    return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])
+    return Plan([token_plan.launch(problem, arrays, 0.0, columns=columns)], [outputs])
 
 
 def _plan_segments(problem: Problem, arrays: dict, by_channel: bool, scale: float) -> tuple[list[Step], chunks.ScratchShapes]:

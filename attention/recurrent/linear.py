@@ -39,9 +39,9 @@ from tiles.schema import Problem, Schema
 from ..families import choose_family
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from . import chunks, rules
+from . import chunks, rules, token_plan
 from .chunks import SEGMENT_RESULTS, join_rows
-from .kernels import segments, token_loop
+from .kernels import segments
 
 TOKENS = """
     q              BSGK        tile
@@ -250,7 +250,7 @@ def _linear(problem: Problem, scale: float | None, normalize: bool, return_state
             f"normalize=True: {family=}, {normalize=}, decay.strides={problem.forms['decay'].strides}"
         )
     arrays |= {"gDecay": problem["decay"], "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}
-    return Plan([token_loop.launch(problem, arrays, scale, normalize)])
+    return Plan([token_plan.launch(problem, arrays, scale, normalize)])
 
 
 def segment_states(q: Any, k: Any, v: Any, *, decay: Any = None, cu_seqlens: Any = None, family: str | None = None) -> Any:

@@ -9,8 +9,7 @@ from tiles.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_number
-from . import rules
-from .kernels import token_loop
+from . import rules, token_plan
 
 STEP = Schema(
     "linear_step",
@@ -73,7 +72,7 @@ def _linear_step(problem: Problem, scale: float | None) -> Plan:
         return Plan([])
     arrays = {"gQ": "q", "gK": "k", "gV": "v", "gDecay": "decay", "gBeta": "beta", "gOut": "out"}
     tokens = {parameter: _add_token_axis(problem[name]) for parameter, name in arrays.items()}
-    return Plan([token_loop.launch(problem, tokens | {"gInitialState": state}, scale, single=True)])
+    return Plan([token_plan.launch(problem, tokens | {"gInitialState": state}, scale, single=True)])
 
 
 def _add_token_axis(x: Operand | None) -> Operand | None:

@@ -79,7 +79,7 @@ class Plain(torch.autograd.Function):
         causal, scale, deterministic, family, layout = ctx.told
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         of = _of_out(dout, saved[3]), *saved, dlse
-        return *backward.plain(of, causal, scale, in_order, family, layout), None, None
+        return *backward.backward_without_options(of, causal, scale, in_order, family, layout), None, None
 
 
 class Transformed(torch.autograd.Function):

@@ -8,8 +8,8 @@ from tiles import dtype, st
 from tiles.arguments import Record, record
 
 from .bias_tiles import BiasTiles, NoTiles
-from .key_block_lists import Listed
 from .key_sources import OneBuffer, PagedKeys
+from .listed_keys import Listed
 from .sequences import BatchedLayout, KvCacheLayout
 from .tiling import Tiling
 from .variants import Variant, arrays_of

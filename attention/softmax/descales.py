@@ -5,14 +5,26 @@ from typing import Any, NamedTuple
 
 from numpy import float32, int32
 
-from ops import columns, exp2, hstack, lane_sum, log2, maximum, row_max
+from ops import columns, exp2, hstack, lane_sum, less, log2, maximum, row_max, where
 from tiles import inlined, static
 from tiles.arguments import array
 
-from ..cache.quantize_kernels import BLOCK
-
+BLOCK = 128  # rows that share a descale if a head has several descales
 LEAST = 2.0**-100  # the least descale of scores
 LEAST_VALUE = 2.0**-60  # the least descale of a block of values; that of a block of zeros may be any number
+
+
+@inlined
+def at_least(descale, least):
+    """A descale, raised to `least`. NaN stays NaN, so that it reaches the outputs; max would return `least`."""
+    return where(less(descale, float32(least)), float32(least), descale)
+
+
+@inlined
+def ignore_without_keys(descale, arrays):
+    """A descale of a sequence; 1 if the sequence has no keys in use, because its descales may be any numbers, or NaN. arrays:
+    DescaleArrays of hopper_fp8.py."""
+    return where(arrays.seqlen_k > 0, descale, float32(1.0))
 
 
 class TileDescales(NamedTuple):
@@ -42,19 +54,17 @@ class HeadDescales:
         return array(2), array(2), array(2)
 
     @inlined
-    def load(self, gDescale, batch, head):
-        """The descale for a head of a sequence."""
+    def load(self, gDescale, arrays):
+        """The descale for a head of a sequence. arrays: DescaleArrays of hopper_fp8.py."""
         if gDescale.shape[0] > 0:
-            return float32(gDescale[batch, head])
+            return ignore_without_keys(float32(gDescale[arrays.batch, arrays.kv_head]), arrays)
         else:
             return float32(1.0)
 
     @inlined
     def load_queries(self, arrays, row, head, factor):
-        """The descale of the scores of some queries, as far as it is the same for all keys. arrays: DescaleArrays of
-        hopper_fp8.py. factor: a number for all."""
-        scores = self.load(arrays.q, arrays.batch, arrays.kv_head) * self.load(arrays.k, arrays.batch, arrays.kv_head) * factor
-        return max(scores, float32(LEAST))
+        """The descale of the scores of some queries, as far as it is the same for all keys. factor: a number for all."""
+        return at_least(self.load(arrays.q, arrays) * self.load(arrays.k, arrays) * factor, LEAST)
 
     @inlined
     def load_tile(self, arrays, key, descale):
@@ -63,9 +73,14 @@ class HeadDescales:
         return None
 
     @inlined
+    def load_first_tile(self, arrays, key, descale):
+        """`load_tile` for the first tile, which kernels compute even if no keys are in use."""
+        return None
+
+    @inlined
     def load_output(self, arrays, factor):
         """The number by which the output is multiplied: the descale of all values, times `factor`."""
-        return self.load(arrays.v, arrays.batch, arrays.kv_head) * factor
+        return self.load(arrays.v, arrays) * factor
 
     @inlined
     def multiply(self, s, tile, descale):
@@ -73,12 +88,17 @@ class HeadDescales:
         return s * descale
 
     @inlined
-    def weigh(self, s, below, lifted, state, tile, multiplied, of):
+    def weigh(self, s, below, lifted, state, tile, multiplied, low_scores, of):
         """(the softmax state with the maximum of a tile of scores, their weights). The weights are not yet in the row sum: see
         `add`. below: the row offset, or None. lifted: the row offset for weights that are multiplied by a power of 2.
-        multiplied: are the scores multiplied by their descales already? of: a hopper_fp8.ConsumerTile."""
+        multiplied: are the scores multiplied by their descales already? low_scores: may all scores of a row be so low that
+        their products with the scale are rounded to many powers of 2? Then differences from the row maximum are multiplied.
+        of: a hopper_fp8.ConsumerTile."""
         state = state.update_max(s, below, of.scale, of.slack)
-        return state, state.weights(s, lifted, of.scale)
+        if low_scores:
+            return state, exp2((s - state.raw_max(below)) * of.scale + of.lift * of.scale)
+        else:
+            return state, state.weights(s, lifted, of.scale)
 
     @inlined
     def add(self, state, p, tile):
@@ -115,31 +135,33 @@ class BlockDescales(HeadDescales):
     def load_queries(self, arrays, row, head, factor):
         if arrays.q.shape[0] > 0:
             block, member = int32(min(row // BLOCK, arrays.q.shape[1] - 1)), head - arrays.kv_head * arrays.q.shape[3]
-            factor = factor * arrays.q[arrays.batch, block, arrays.kv_head, member]
+            factor = factor * ignore_without_keys(arrays.q[arrays.batch, block, arrays.kv_head, member], arrays)
         return float32(factor)
 
     @inlined
     def load_tile(self, arrays, key, descale):
         block = int32(max(0, key // BLOCK))
-        first, second = self.clamp_block(block, arrays), self.clamp_block(block + 1, arrays)
-        scores = self.load_keys(arrays, first) * descale, self.load_keys(arrays, second) * descale
-        return TileDescales(scores, (self.load_values(arrays, first), self.load_values(arrays, second)))
+        scores = self.load_keys(arrays, block) * descale, self.load_keys(arrays, block + 1) * descale
+        return TileDescales(scores, (self.load_values(arrays, block), self.load_values(arrays, block + 1)))
 
     @inlined
-    def clamp_block(self, block, arrays):
-        """The nearest block that exists. A tile behind the last block may use any, because no query sees its keys."""
-        if self.keys:
-            return int32(min(block, arrays.k.shape[1] - 1))
-        elif self.values:
-            return int32(min(block, arrays.v.shape[1] - 1))
-        else:
-            return int32(0)
+    def load_first_tile(self, arrays, key, descale):
+        scores, values = self.load_tile(arrays, key, descale)
+        scores = ignore_without_keys(scores[0], arrays), ignore_without_keys(scores[1], arrays)
+        return TileDescales(scores, (ignore_without_keys(values[0], arrays), ignore_without_keys(values[1], arrays)))
+
+    @inlined
+    def load_block(self, gDescale, arrays, block):
+        """The descale of a block, or of the last block with a key in use if this one is after it: blocks without keys may have
+        any descales."""
+        last = max(0, arrays.seqlen_k - 1) // BLOCK
+        return float32(gDescale[arrays.batch, min(block, last), arrays.kv_head])
 
     @inlined
     def load_keys(self, arrays, block):
         """The descale of a block of K."""
         if self.keys:
-            return float32(arrays.k[arrays.batch, block, arrays.kv_head])
+            return self.load_block(arrays.k, arrays, block)
         else:
             return float32(1.0)
 
@@ -147,7 +169,7 @@ class BlockDescales(HeadDescales):
     def load_values(self, arrays, block):
         """The descale of a block of V."""
         if self.values:
-            return float32(arrays.v[arrays.batch, block, arrays.kv_head])
+            return self.load_block(arrays.v, arrays, block)
         else:
             return float32(1.0)
 
@@ -156,32 +178,32 @@ class BlockDescales(HeadDescales):
         if self.values:
             return float32(factor)
         else:
-            return self.load(arrays.v, arrays.batch, arrays.kv_head) * factor
+            return self.load(arrays.v, arrays) * factor
 
     @inlined
     def multiply(self, s, tile, descale):
-        return s * max(tile.scores[0], float32(LEAST))
+        return s * at_least(tile.scores[0], LEAST)
 
     @inlined
     def exponent(self, value):
         """log2 of the descale of a block's values, which is added to the exponents of its weights."""
         if self.values:
-            return log2(max(value, float32(LEAST_VALUE)))
+            return log2(at_least(value, LEAST_VALUE))
         else:
             return float32(0.0)
 
     @inlined
     def max_scores(self, s, score, value, per_scale):
         """The row maxima of a block, with its descales. per_scale: the difference of scores that doubles a weight."""
-        return row_max(s) * max(score, float32(LEAST)) + self.exponent(value) * per_scale
+        return row_max(s) * at_least(score, LEAST) + self.exponent(value) * per_scale
 
     @inlined
     def weights(self, s, m, score, value, scale):
         """The weights of a block, whose descales are score and value."""
-        return exp2(s * (scale * max(score, float32(LEAST))) - (m * scale - self.exponent(value)))
+        return exp2(s * (scale * at_least(score, LEAST)) - (m * scale - self.exponent(value)))
 
     @inlined
-    def weigh(self, s, below, lifted, state, tile, multiplied, of):
+    def weigh(self, s, below, lifted, state, tile, multiplied, low_scores, of):
         score, scale, per_scale = float32(1.0) if multiplied else tile.scores[0], of.scale, of.per_scale()
         if self.blocks == 2:
             left, right = columns(s, BLOCK, 0), columns(s, BLOCK, 1)
@@ -193,7 +215,10 @@ class BlockDescales(HeadDescales):
             top = self.max_scores(s, score, tile.values[0], per_scale)
         state = state.update_max_to(top if below is None else top - below, scale, of.slack)
         m = state.m + lifted
-        if self.blocks == 2:
+        if low_scores:  # only for functions in Python, for which a tile has one block
+            lift = of.lift * scale + self.exponent(tile.values[0])
+            return state, exp2((s - state.raw_max(below)) * scale + lift)
+        elif self.blocks == 2:
             p = self.weights(left, m, score, tile.values[0], scale)
             return state, hstack(p, self.weights(right, m, tile.scores[1], tile.values[1], scale))
         else:

@@ -25,7 +25,7 @@ from .base_config import BaseConfig
 from .descales import BlockDescales, HeadDescales
 from .fp8_values import TransposedBefore, TransposeInProducer
 from .hopper import REGISTERS
-from .online import LOWEST, Softmax
+from .online import Softmax
 from .output import StoreOutput
 from .sequences import BatchedLayout
 from .variants import ScoreContext, Variant
@@ -167,13 +167,15 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 
 
 class DescaleArrays(NamedTuple):
-    """The descales of q, k and v, and which of their elements belong to a query tile."""
+    """The descales of q, k and v, and which of their elements belong to a query tile. seqlen_k: the keys in use of its
+    sequence."""
 
     q: Any
     k: Any
     v: Any
     batch: Any
     kv_head: Any
+    seqlen_k: Any
 
 
 class ConsumerTile(NamedTuple):
@@ -202,7 +204,7 @@ def make(config: Config):
     ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, PARAMS, AUX = config.consumers, config.params, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
-    RAW_SCORES, descales = variant.needs_raw_scores, config.descales
+    RAW_SCORES, LOW_SCORES, descales = variant.needs_raw_scores, variant.allows_low_scores, config.descales
     BY_BLOCK, (Q_DESCALE, K_DESCALE, V_DESCALE) = descales.by_block, descales.arrays
     output, turn = StoreOutput(config.seq_layout.bounded_by_array), warpgroup.ping_pong(CONSUMERS)
     PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
@@ -239,14 +241,14 @@ def make(config: Config):
         they are 2^LIFT at the maximum."""
         s = variant.score(descaled(s, tile, of), of.ctx, key)
         below = variant.row_offset(s, of.ctx, key)
-        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, of)
+        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, LOW_SCORES, of)
 
     @inlined
     def mask_and_weigh(s, key, state, tile, of):
         """`weigh` for a block that needs the mask."""
         s = tiling.mask(variant.score_in_edge_block(descaled(s, tile, of), of.ctx, key), of.ctx, key)
         below = variant.row_offset_in_edge_block(s, of.ctx, key)
-        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, of)
+        return descales.weigh(s, below, lifted(below, of.lift), state, tile, RAW_SCORES, LOW_SCORES, of)
 
     @inlined
     def accumulate(o, o_scale, p, tile):
@@ -325,17 +327,17 @@ def make(config: Config):
                 )
                 ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
                 kv_blocks = tiling.key_blocks(row, ctx)
-                arrays = DescaleArrays(gQDescale, gKDescale, gVDescale, int32(batch), int32(kv_head))
+                arrays = DescaleArrays(gQDescale, gKDescale, gVDescale, int32(batch), int32(kv_head), int32(seq.seqlen_k))
                 descale = descales.load_queries(arrays, seq.offset_q + row + EACH * me, head, qk_descale)
                 scale = scale if RAW_SCORES or BY_BLOCK else scale * descale
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
                 of = ConsumerTile(subtile(q.wait(0), EACH, me), kv_blocks, ctx, scale, descale, lift, slack, arrays)
                 key = tiling.key(kv_blocks, 0, ctx)
-                tile = descales.load_tile(arrays, key, descale)
+                tile = descales.load_first_tile(arrays, key, descale)
                 next_tile = descales.load_tile(arrays, tiling.key(kv_blocks, int32(1), ctx), descale)
                 s = warpgroup.wait(warpgroup.mm_ABt(of.queries, k.wait(0)))
                 k.release(0)
-                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, LOWEST)), tile, of)
+                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, variant.max_floor)), tile, of)
                 p, state = zipped(p), descales.add(state, p, tile)
                 if MASKS_SECOND:
                     masked = int32(min(2, kv_blocks.n))

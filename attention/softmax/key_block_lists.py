@@ -10,52 +10,21 @@ last block on. Of a tile that sees nothing it names the block behind the last ke
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from numba import cuda
 from numpy import float32, int32
 
 from ops import col_index, divmod, finish_sum, lane_sum, ones, row_index, tile_max, tile_sum, where, zeros
-from tiles import fp32, inlined, rt, static
+from tiles import fp32, rt
 from tiles.arguments import INT, Record, record
 from tiles.layout import LANES
-from tiles.numba_names import types
 
-from .tiling import KeyBlocks, Tiling
+from .listed_keys import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST
+from .tiling import Tiling
 from .variants import ScoreContext, Variant, arrays_of
 
 WARPS, ROWS = 4, 16  # warps of a thread block, each of which asks for a key block; what a tile's rows are a multiple of
 AT_ONCE = 2 * ROWS  # rows that it asks for at once, where that divides a tile: what a mask reads for keys is read once for them
-HEAD = 4  # integers of a list before the blocks
-LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A")
-AHEAD, BEHIND, BOTH, MOST = 0, 1, 2, 127  # the two numbers of unseen keys, which lie side by side; the most that int8 holds
-
-
-@static
-class Listed(Tiling):
-    """A Tiling in which a list says which key blocks a tile works on: params.lists, by batch, head and block of queries."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return {"lists": LISTS}
-
-    @property
-    def ends_within(self) -> bool:
-        """See Tiling. Some lists name a block beyond the last key."""
-        return False
-
-    @inlined
-    def key_blocks(self, row, ctx):
-        lists, batch, head, tile = ctx.params.lists, ctx.batch, ctx.head, row // self.rows
-        n, cut = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
-        ahead, behind = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
-        return KeyBlocks(int32(0), int32(n), int32(0), int32(cut), int32(ahead), int32(behind))
-
-    @inlined
-    def key(self, blocks, i, ctx):
-        i = min(i, blocks.n - 1)  # kernels ask ahead
-        place = HEAD + i if i < blocks.masked else ctx.params.lists.shape[3] - 1 - i + blocks.masked
-        return int32(ctx.params.lists[ctx.batch, ctx.head, ctx.row // self.rows, place] * self.kv)
 
 
 @dataclass(frozen=True)

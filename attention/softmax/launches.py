@@ -20,7 +20,7 @@ from .assembled import VariantSpec
 from .block_masks import Blocked
 from .descales import BLOCK, BlockDescales, HeadDescales
 from .fp8 import of_blocks
-from .norms import Layer, Rms
+from .norm_parts import Layer, Rms
 from .online import LOG2_E, SLACK
 from .prepared_lists import Listing, check, giving
 from .scores import Biased, BiasedByTile

@@ -64,11 +64,16 @@ class SoftmaxState(NamedTuple):
         return SoftmaxState(self.o, m, self.l * o_scale, o_scale)
 
     @inlined
+    def raw_max(self, below):
+        """The row maximum of scores from which `below` has not been subtracted."""
+        return self.m if below is None else self.m + below
+
+    @inlined
     def weights(self, s, below, scale, low_scores=False):
         """exp2(scale (s - below - m)), the weights of a block of scores. low_scores: may all scores of a row be so low that m
         times the scale is rounded to many powers of 2? In such a row scores differ by many or not at all, so that 1 serves as
         the scale: a product with it is exact."""
-        m = self.m if below is None else self.m + below
+        m = self.raw_max(below)
         if low_scores:
             by_row = where(m * scale > COARSE_EXPONENT, scale, 1.0)
             return exp2(s * by_row - m * by_row)

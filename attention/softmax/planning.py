@@ -11,7 +11,7 @@ from .block_masks import FIELDS, Blocked, BlockedMask
 from .call_options import AUX
 from .dropped import Dropped, DroppedAnew, numbers_of
 from .launches import norm_of
-from .norms import Normed
+from .norm_parts import Normed
 from .prepared_lists import Listing
 from .python_functions import evaluated, known, reads
 from .scores import Biased, BiasedByKey

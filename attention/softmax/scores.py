@@ -148,7 +148,7 @@ class SlopedBy(Sloped):
 
     @inlined
     def precompute(self, ctx):
-        return self.score_grad(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
+        return self.slope(ctx.batch, ctx.head, *ctx.aux) * ctx.params.per_function_slope
 
     @inlined
     def row_offset_in_edge_block(self, s, ctx, key):

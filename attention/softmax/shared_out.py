@@ -8,7 +8,8 @@ from tiles.schema import Problem
 from .decode import ampere, hopper
 from .decode.caches import DenseLoader
 from .decode.launches import TILES, AppendPlan, DecodeOptions, plan_split_kv, prefers_split_kv
-from .decode.norms import PLAIN_KEYS, DecodeNorms
+from .decode.norm_planning import DecodeNorms
+from .decode.norms import PLAIN_KEYS
 from .hopper import MANY
 from .planning import scale_of
 

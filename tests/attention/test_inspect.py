@@ -26,7 +26,7 @@ from attention.softmax.decode.reach import KeyWindow
 from attention.softmax.decode.results import PartialOutput
 from attention.softmax.decode.splits import StreamKSplits
 from attention.softmax.dropped import Dropped
-from attention.softmax.norms import Layer, Normed
+from attention.softmax.norm_parts import Layer, Normed
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import CAUSAL, FULL
 from ops import exp2, load, row_max, store

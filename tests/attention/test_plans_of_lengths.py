@@ -15,7 +15,7 @@ from on_no_device import MEMORY, ROOM, Lent, fresh, lent, noting_driver
 from attention.cache.append import _append
 from attention.mla.decode import _mla_decode, _mla_decode_fp8
 from attention.softmax import shared_out
-from attention.softmax.backward.norms import DIFFERENTIATE
+from attention.softmax.backward.norm_programs import DIFFERENTIATE
 from attention.softmax.decode.decode import _append as _decode_append
 from attention.softmax.decode.decode import _decode
 from attention.softmax.forward_programs import _forward, _variant

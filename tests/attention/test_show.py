@@ -72,7 +72,7 @@ def test_text():
 
 def test_text_of_a_long_sequence_fits_a_line():
     lines = show.text(show.draw_mask("causal", 400, 400, causal=True, rows=16, cols=16))
-    assert max(map(len, lines)) <= show.WIDE + 4
+    assert max(map(len, lines)) <= show.LINE_WIDTH + 4
     assert sum("#" in line for line in lines) == 24
 
 

@@ -145,15 +145,15 @@ def config_for(
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: bf16 and addresses that are multiples of 16 bytes, or all."""
     forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
-    for (of, vector_bytes), head_dim, variant in itertools.product(
+    for (input_dtype, vector_bytes), head_dim, variant in itertools.product(
         forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
     ):
-        config = config_for(head_dim, of, variant, vector_bytes, shared_limit=shared_bytes(capability(arch)))
+        config = config_for(head_dim, input_dtype, variant, vector_bytes, shared_limit=shared_bytes(capability(arch)))
         yield from (config, replace(config, single_block=True))
         if arch == "sm_90a":
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
-                    of_short = config_for(head_dim, of, variant, vector_bytes, shared_limit=LARGE, shape=shape)
+                    of_short = config_for(head_dim, input_dtype, variant, vector_bytes, shared_limit=LARGE, shape=shape)
                     yield from (of_short, replace(of_short, single_block=True))
 
 
@@ -265,8 +265,8 @@ def make(config: Config):
         head_group, split = divmod(dkv_head, splits)
         seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < KEY_TILES:
-            exist, row = sequences.padding_keys(key, batch, KV, params)
-            if exist:
+            has_padding, row = sequences.padding_keys(key, batch, KV, params)
+            if has_padding:
                 at_keys = int32(0), int32(row + WARP_KEYS * warp), dkv_head, 0
                 result.store(gDK, zeros(DK), at_keys, VECTOR_BYTES)
                 result.store(gDV, zeros(DV), at_keys, VECTOR_BYTES)

@@ -7,7 +7,7 @@ from tiles.arguments import Record, record
 
 from ..base_config import BaseConfig
 from .dq_order import UNORDERED, AscendingAdds, UnorderedAdds
-from .query_lists import query_tiling
+from .listed_queries import query_tiling
 from .results import AccumulateGradient, StoreGradient
 from .slopes import NO_SLOPE_GRADIENT, NoSlopeGradient
 from .tiling import QueryTiling

@@ -75,8 +75,10 @@ def computes_slopes(head_dim: int, value_dim: int, seq_layout: type[sequences.Ba
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
-        for of, head_dim, variant in itertools.product((bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)):
-            yield config_for(head_dim, of, variant)
+        for input_dtype, head_dim, variant in itertools.product(
+            (bf16, fp16) if everything else (bf16,), SHAPES, (FULL, CAUSAL)
+        ):
+            yield config_for(head_dim, input_dtype, variant)
 
 
 @functools.cache
@@ -89,14 +91,14 @@ def make(config: Config):
     PARTS, NONLINEAR, UNIT = parts.count, variant.nonlinear, int(sequences.packed)
     PER_KEY = config.consumers_per_key  # consumer `wg` has keys number wg // PER_KEY and columns number wg % PER_KEY
     GRAD = fp32 if config.float32_grad else INPUT
-    FENCED = PER_KEY == 1  # does every consumer publish a part of dS, with the fence that this takes?
+    FENCED = PER_KEY == 1  # has every consumer just fenced its stores, because it published dS?
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? LAST + wg is its last one
     K_COLS, V_COLS = config.head_dim // PER_KEY, config.value_dim // PER_KEY
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES, slope_gradient, SLOPE_WARPS = rt(16, ROWS, fp32), config.slope_gradient, config.slope_warps
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = hopper_pipeline.memory(config)
-    load_tiles, add_dq = hopper_pipeline.make_load(config, ahead=True), hopper_pipeline.make_add_dq(config)
+    load_tiles, add_dq = hopper_pipeline.make_load(config, extra_tile=True), hopper_pipeline.make_add_dq(config)
 
     @inlined
     def columns(tile, cols, n):
@@ -186,8 +188,8 @@ def make(config: Config):
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and wg < CONSUMERS:
-            exist, row = sequences.padding_keys(key, batch, KV, params)
-            if exist:
+            has_padding, row = sequences.padding_keys(key, batch, KV, params)
+            if has_padding:
                 at_keys = int32(0), int32(row + EACH * (wg // PER_KEY)), dkv_head
                 result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % PER_KEY)))
                 result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % PER_KEY)))

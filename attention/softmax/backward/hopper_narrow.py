@@ -62,8 +62,8 @@ def config_for(head_dim: int, dtype: dtype, variant: variants.Variant, value_dim
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
-        for of, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
-            yield config_for(HEAD_DIM, of, variant)
+        for input_dtype, variant in itertools.product((bf16, fp16) if everything else (bf16,), (FULL, CAUSAL)):
+            yield config_for(HEAD_DIM, input_dtype, variant)
 
 
 @functools.cache

@@ -57,8 +57,8 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture."""
     if arch == "sm_90a":
         forms, dims = (bf16, fp16) if everything else (bf16,), ((192, 192), (192, 128), (256, 256))
-        for of, variant, (head_dim, value_dim) in itertools.product(forms, (FULL, CAUSAL), dims):
-            yield config_for(head_dim, of, variant, value_dim)
+        for input_dtype, variant, (head_dim, value_dim) in itertools.product(forms, (FULL, CAUSAL), dims):
+            yield config_for(head_dim, input_dtype, variant, value_dim)
 
 
 @functools.cache

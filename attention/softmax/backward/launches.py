@@ -16,10 +16,11 @@ from tiles.schema import Problem
 from ..assembled import VariantSpec
 from ..launches import DTYPES, LOG2_E, Before, made_for, sequences_of, spread, variant_arrays
 from ..prepared_lists import Listing, check
-from . import finish, hopper_wide, hopper_wide_queries, prepare, shares, sinks, slopes
+from . import finish, hopper_wide, hopper_wide_queries, prepare, sinks, slopes
 from .choice import choose_kernel
 from .dq_order import UNORDERED, AscendingAdds, LastBlockStores, OrderedAdds, UnorderedAdds
-from .query_lists import launch_query_lists
+from .list_launches import launch_query_lists
+from .query_split import QuerySplit, choose_split, partial_arguments
 from .recomputed_scores import BiasRead
 from .results import StoreGradient
 from .score_gradients import ScoreGradients
@@ -54,7 +55,7 @@ def plan_launches(
     if module is hopper_wide:
         return plan_wide_launches(problem, spec, scale, config, deterministic, dsink)
     slope_gradient, by_list = config.slope_gradient, config.by_list
-    parts, split = config.parts, shares.QuerySplit()
+    parts, split = config.parts, QuerySplit()
     if seq_layout.packed:  # see sequences.Packed: each sequence begins a tile of its own
         (ends,) = problem("E")
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
@@ -63,11 +64,11 @@ def plan_launches(
     before_main = Before(problem)
     if not (accumulate or listing):
         longest_first = spec.variant.monotonic and not isinstance(config.order, LastBlockStores)
-        split = shares.choose_split(problem, blocks, tiles, deterministic, longest_first, gpu.processors)
+        split = choose_split(problem, blocks, tiles, deterministic, longest_first, gpu.processors)
     if slope_gradient is not slopes.NO_SLOPE_GRADIENT:  # splits of a head group would store to the same rows of slope_sums
         split = split._replace(splits=1)
     after_main = Before(problem, before_main.scratch)
-    partial_args = shares.partial_arguments(before_main, after_main, config, split)
+    partial_args = partial_arguments(before_main, after_main, config, split)
     config = replace(config, splits_queries=split.splits > 1)
     lse_delta = before_main.memory((batch, heads, 2 * tiles * config.rows), "float32")
     if config.single_block:
@@ -155,8 +156,8 @@ def plan_wide_launches(
     by_queries = hopper_wide_queries.config_for(head_dim, dtype, spec.variant, value_dim)
     (_, seq_args), before_main, tiles = sequences_of(problem), Before(problem), -(-q_len // by_keys.rows)
     blocks, group, after_main = -(-kv_len // by_keys.kv), heads // kv_heads, Before(problem, before_main.scratch)
-    split = shares.choose_split(problem, blocks, tiles, deterministic, spec.variant.monotonic, gpu.processors)
-    partial_args = shares.partial_arguments(before_main, after_main, by_keys, split)
+    split = choose_split(problem, blocks, tiles, deterministic, spec.variant.monotonic, gpu.processors)
+    partial_args = partial_arguments(before_main, after_main, by_keys, split)
     by_keys = replace(by_keys, splits_queries=split.splits > 1)
     lse_delta = before_main.memory((batch, heads, 2 * tiles * by_keys.rows), "float32")
     preparation = _bind_prepare(problem, prepare.without_sums(by_keys), lse_delta, lse_delta, tiles, seq_args)  # clears nothing

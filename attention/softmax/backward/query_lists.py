@@ -11,84 +11,20 @@ those whose lists contain the tile. `RankKeyBlocks` goes through the key blocks 
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod
-from tiles import inlined
 from tiles.arguments import INT, Record, record
-from tiles.arrays import Operand
 from tiles.layout import LANES
 
-from ..assembled import VariantSpec
-from ..key_block_lists import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST, WARPS, Survey
-from ..launches import Before
+from ..listed_keys import AHEAD, BEHIND, BOTH, CLASSES, HEAD, LISTS, MOST
 from ..variants import ScoreContext, Variant
-from .tiling import QueryTiles, QueryTiling, SplitQueryTiling
+from .listed_queries import class_of_group
+from .tiling import QueryTiling
 
 MAX_SURVEY_QUERIES = 128  # queries for which a warp of the survey evaluates the mask at once, at most
-
-
-@inlined
-def class_of_group(classes, batch, head, group, tile, block):
-    """The class of a query tile and a key block for `group` heads together, from head `head` on."""
-    visible, full = int32(0), int32(0)
-    for h in range(group):
-        one = classes[batch, head + h, tile, block]
-        visible, full = int32(visible + (one > 0)), int32(full + (one == 2))
-    return int32(0) if visible == 0 else int32(2) if full == group else int32(1)
-
-
-class ListedQueryTiling(QueryTiling):
-    """A list says which tiles of queries see a block of keys: params.lists, by batch, head of keys and block. ctx.head: the
-    first of the query heads that share the head of keys."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return {"lists": LISTS}
-
-    @inlined
-    def query_tiles(self, key, ctx, group):
-        lists, head, block = ctx.params.lists, ctx.head // group, key // self.kv
-        n, masked = int32(lists[ctx.batch, head, block, 0]), int32(lists[ctx.batch, head, block, 1])
-        ahead, behind = int32(lists[ctx.batch, head, block, 2]), int32(lists[ctx.batch, head, block, 3])
-        return QueryTiles(int32(0), n, masked, int32(0), ahead, behind)
-
-    @inlined
-    def tile_index(self, q_tiles, i, key, ctx, group):
-        return self.tile_at(q_tiles, max(0, min(i, q_tiles.n - 1)), key, ctx, group)  # kernels ask for one tile too many
-
-    @inlined
-    def tile_at(self, q_tiles, place, key, ctx, group):
-        lists = ctx.params.lists
-        place = HEAD + place if place < q_tiles.inner_first else lists.shape[3] - 1 - place + q_tiles.inner_first
-        return int32(lists[ctx.batch, ctx.head // group, key // self.kv, place])
-
-    @inlined
-    def needs_mask(self, q_tiles, i):
-        return i < q_tiles.inner_first
-
-
-class RankedQueryTiling(ListedQueryTiling):
-    """ListedQueryTiling for thread blocks that add to dQ in a fixed order. params.ranks, by batch, key head, query tile and key
-    block: how many earlier key blocks have the tile in their lists."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return {"lists": LISTS, "ranks": LISTS}
-
-    @inlined
-    def blocks_before(self, block, tile, ctx, group):
-        return int32(ctx.params.ranks[ctx.batch, ctx.head // group, tile, block])
-
-
-def query_tiling(by_list: bool, deterministic: bool, splits_queries: bool) -> type[QueryTiling]:
-    """The class that says which query tiles a thread block works on: from a list; or from the variant, all or some of them."""
-    if by_list:
-        return RankedQueryTiling if deterministic else ListedQueryTiling
-    return SplitQueryTiling if splits_queries else QueryTiling
 
 
 @dataclass(frozen=True)
@@ -167,30 +103,3 @@ class RankKeyBlocks(BuildQueryLists):
                     rank = int32(rank + (visibility > 0))
 
         return rank_key_blocks, None
-
-
-def launch_query_lists(
-    before: Before, spec: VariantSpec, varies: tuple[bool, bool], config: Any, args: dict[str, Any], aux: dict[str, Any]
-) -> dict[str, Operand]:
-    """Adds launches to `before` that build the lists of query tiles of all key blocks. Returns the lists, the classes that they
-    were built from, and with deterministic sums the ranks. varies: do lists differ by batch, by head? args: of the variant and
-    of sequences. aux: the arrays that the variant's functions read."""
-    batch, heads, kv_heads, q_len, kv_len = before.problem("BHGST")
-    batches, by_head = batch if varies[0] else 1, varies[1]
-    tiles, blocks = -(-q_len // config.rows), -(-kv_len // config.kv)
-    class_heads, list_heads = (heads, kv_heads) if by_head else (1, 1)
-    classes = before.memory((batches, class_heads, tiles, blocks), "int8")
-    shape = spec.variant, config.rows, config.kv
-    unseen = before.memory((batches, class_heads, tiles, BOTH * blocks), "int8")
-    results = {"lists": before.memory((batches, list_heads, blocks, HEAD + tiles), "int32"), "classes": classes}
-    survey, build, rank = Survey(*shape, config.axes), BuildQueryLists(*shape), RankKeyBlocks(*shape)
-    groups = -(-blocks // WARPS)
-    survey_args = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": class_heads}
-    before.launch(survey, survey, batches * class_heads * tiles * groups, **survey_args, **args, **aux)
-    extents = {"blocks": blocks, "heads": list_heads, "group": class_heads // list_heads}
-    before.launch(build, build, batches * list_heads * blocks, unseen=unseen, **results, **extents, **args)
-    if config.deterministic:
-        results["ranks"] = before.memory((batches, list_heads, tiles, blocks), "int32")
-        rank_args = {"classes": classes, "ranks": results["ranks"], "tiles": tiles}
-        before.launch(rank, rank, batches * list_heads * tiles, **rank_args, **extents, **args)
-    return results

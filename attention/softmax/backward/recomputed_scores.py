@@ -16,7 +16,7 @@ from tiles.arguments import Record, record
 from tiles.layout import LANES
 
 from ..base_config import BaseConfig
-from ..key_block_lists import CLASSES
+from ..listed_keys import CLASSES
 from ..sequences import BatchedLayout
 from ..tiling import Tiling
 from ..variants import Variant
@@ -38,8 +38,8 @@ class BiasRead:
         if self.score_and_grad is None:
             return 1.0
         else:
-            s, slope = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
-            return slope
+            s, grad = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
+            return grad
 
     @inlined
     def element(self, i, j, ctx):
@@ -59,8 +59,8 @@ class SlopeRead(BiasRead):
         if self.score_and_grad is None:
             return -distance
         else:
-            s, slope = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
-            return -distance * slope
+            s, grad = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
+            return -distance * grad
 
     @inlined
     def element(self, i, j, ctx):
@@ -172,8 +172,8 @@ class ScoreRecomputation:
 
     @inlined
     def weighted_ds(self, n, tile, block, ctx, seq, group, buffers, arrays, lse_delta, scale):
-        """(dS times the derivatives of a warp's scores by what they read, for one tile and one block of keys of a sequence; i;
-        j; `at` of these scores). n: how many tiles came score_before."""
+        """(dS times the derivatives of a warp's scores by the elements that they read, for a query tile and a key block of a
+        sequence; i; j; the context of these scores). n: the number of tiles that were computed before."""
         q, k, v, do = buffers
         gQ, gK, gV, gDO = arrays
         if not self.sequences.bounded_by_array:  # rows after the ends belong to another sequence
@@ -187,28 +187,26 @@ class ScoreRecomputation:
         k.fill(n, gK, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
         v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
         row = int32(first + WARP_ROWS * warp)
-        here = ctx._replace(row=row)
-        ctx = here._replace(precomputed=variant.precompute(here))
-        queries, dout = subtile(q.wait(n, 0), WARP_ROWS, warp), subtile(do.wait(n, 0), WARP_ROWS, warp)
-        x = mma_ABt(zeros(self.tile), queries, k.wait(n, 0))
+        warp_ctx = ctx._replace(row=row)
+        ctx = warp_ctx._replace(precomputed=variant.precompute(warp_ctx))
+        q_rows, do_rows = subtile(q.wait(n, 0), WARP_ROWS, warp), subtile(do.wait(n, 0), WARP_ROWS, warp)
+        x = mma_ABt(zeros(self.tile), q_rows, k.wait(n, 0))
         s = variant.score_in_edge_block(x, ctx, key)
-        above = self.main_sequences.first_tile(ctx.batch, ctx.params)
-        index = int32(2 * self.main_rows * (above + row // self.main_rows) + row % self.main_rows)
+        tiles_before = self.main_sequences.first_tile(ctx.batch, ctx.params)
+        index = int32(2 * self.main_rows * (tiles_before + row // self.main_rows) + row % self.main_rows)
         lse = load(lse_delta, self.tile.col_vec, (seq.batch, ctx.head, index))
         if variant.has_row_offset:
             lse = lse + variant.row_offset_in_edge_block(s, ctx, key) * scale
         p = exp2(self.tiling.mask(s, ctx, key) * scale - lse)
-        dp = mma_ABt(zeros(self.tile), dout, v.wait(n, 0))  # only now, when few registers hold anything but p
+        dp = mma_ABt(zeros(self.tile), do_rows, v.wait(n, 0))  # only now, when few registers hold anything but p
         delta = load(lse_delta, self.tile.col_vec, (seq.batch, ctx.head, int32(index + self.main_rows)))
         ds = variant.score_grad(variant.mark_dropped(p, ctx, key), dp, delta, ctx)
         i, j = row_index(self.tile.col_vec) + row, col_index(self.tile.row_vec) + key
         if self.score_before is None:
             return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
         else:
-            x = (
-                self.score_before.score(x, here._replace(precomputed=self.score_before.precompute(here)), key)
-                * ctx.params.score_unit
-            )
+            before_ctx = warp_ctx._replace(precomputed=self.score_before.precompute(warp_ctx))
+            x = self.score_before.score(x, before_ctx, key) * ctx.params.score_unit
             return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
 
 

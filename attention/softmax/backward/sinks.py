@@ -51,13 +51,13 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ROWS, X, PARTS, result = config.rows, rt(HEADS, QUERIES, fp32), config.rows // QUERIES, config.result
-    smem = shared(sums=sv(HEADS * WARPS, fp32))
+    smem = shared(scratch=sv(HEADS * WARPS, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sinks(gLseDelta: array(3), gSink: array(1), gDSink: array(1), batches: INT, tiles: INT):
         """The gradients of the sinks of HEADS heads. gLseDelta is (batch, head, row): of each query tile lse of all rows, then
         delta of all rows."""
-        (sums,) = smem.open()
+        (scratch,) = smem.open()
         head, warp = int32(HEADS * cuda.blockIdx.x), int32(cuda.threadIdx.x // LANES)
         sink = load(gSink, X.col_vec, (head,)) * LOG2_E
         total = lane_sum(zeros(X))
@@ -68,8 +68,8 @@ def make(config: Config):
             lse = load(gLseDelta, X, (batch, head, at), 1, 2, True)
             delta = load(gLseDelta, X, (batch, head, int32(at + ROWS)), 1, 2, True)
             total = total + lane_sum(exp2(sink - lse) * delta)
-        found = block.reduce_sum(finish_sum(total), sums)
+        total = block.reduce_sum(finish_sum(total), scratch)
         if warp == 0:
-            result.store_vector(gDSink, -found, X.col_vec, (head,))
+            result.store_vector(gDSink, -total, X.col_vec, (head,))
 
     return sinks, smem

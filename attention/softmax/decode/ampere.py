@@ -41,7 +41,7 @@ from tiles.cp_async import PIECES
 from tiles.layout import LANES
 from tiles.targets import LARGE, MEDIUM, SMALL, capability, has_early_launch, has_fp8, shared_bytes
 
-from ..norms import Normed
+from ..norm_parts import Normed
 from ..online import LOWEST_FLOAT, Softmax, over_sum
 from ..variants import ScoreContext, Variant, arrays_of
 from .caches import DenseLoader, IndexedLoader, PagedLoader

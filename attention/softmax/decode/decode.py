@@ -18,7 +18,7 @@ from ..index_checks import Asking, indexed
 from ..planning import check_extents, functions_of, scale_of
 from ..python_functions import named
 from .launches import DecodeOptions, plan_new_keys, plan_prefill, plan_split_kv, prefers_split_kv, select_loader
-from .norms import select_norms
+from .norm_planning import select_norms
 from .page_checks import plan_page_checks
 
 MAX_SPLITS = 1024

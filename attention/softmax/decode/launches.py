@@ -12,8 +12,8 @@ from tiles.plan import Plan, Step
 from tiles.schema import Problem
 from tiles.targets import has_early_launch, has_fp8, is_hopper
 
-from ...cache import append as appending
 from ...cache import write_kernel
+from ...cache.append_plan import AppendNames, has_descale_per_key, norm_operands, plan_append
 from ...families import choose_family
 from ..assembled import build_variant
 from ..key_sources import IndexedCache, OneBuffer, PagedKeys
@@ -24,7 +24,7 @@ from ..scores import Capped, Scored, Sunk
 from ..variants import Both, Variant
 from . import ampere, combine, hopper, many_queries
 from .caches import DenseLoader, IndexedLoader, PagedLoader
-from .norms import DecodeNorms
+from .norm_planning import DecodeNorms
 from .products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
 from .reach import AlibiRows, GrowingKeyWindow, KeyWindow, MaskedRows, ScoredRows, WholeCacheWindow
 from .results import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
@@ -77,14 +77,14 @@ def plan_new_keys(problem: Problem, interleaved: bool, local: bool, norm_eps: fl
         scratch = [(problem("BSHD"), problem.dtype)]
         queries = problem.scratch(0, *scratch[0])
     q_and_out, own_ends = (problem["q"], queries) if scratch else None, "cu_seqlens_new" in problem
-    names = appending.AppendNames("s", "S", None if own_ends else q_and_out, ends)
-    steps = appending.plan_append(problem, interleaved, local, names, norm_eps)
+    names = AppendNames("s", "S", None if own_ends else q_and_out, ends)
+    steps = plan_append(problem, interleaved, local, names, norm_eps)
     if q_and_out and own_ends and 0 not in problem("SH"):  # queries have other ends than new keys: a launch of their own
         rotation: dict[str, Any] = {"ends": problem["cu_seqlens"], "positions": problem["positions"]}
         rotation |= {
             "interleaved": interleaved,
             "causal": local,
-            "norm": appending.norm_operands(problem, "q_norm", "H"),
+            "norm": norm_operands(problem, "q_norm", "H"),
             "norm_eps": norm_eps,
         }
         tables = problem["cos"], problem["sin"]
@@ -270,7 +270,7 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
-    per_key = appending.has_descale_per_key(problem)
+    per_key = has_descale_per_key(problem)
     args = {name: problem[name] if per_key else over(problem, name, "NG") for name in names}
     missing = [name for name, descale in args.items() if descale is None]
     if len(missing) == 1:

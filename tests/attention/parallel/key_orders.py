@@ -166,7 +166,7 @@ def _moved(monkeypatch, places):
         return found
 
     def redistribute(peers, *routes):
-        made = [x if its.nothing else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
+        made = [x if its.is_identity else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
         for x, (_, its) in zip(made, routes):
             places.note(x, wanted[id(its)].spans)
         return PendingArrays(made, PendingMessages(()), [])

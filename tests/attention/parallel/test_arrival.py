@@ -84,7 +84,7 @@ def test_what_comes_first_is_read_first():
         (2, Span(0, 512), Span(256, 768)),
         (1, Span(0, 256), Span(0, 256)),
     )
-    assert (found.rows, found.most, found.placement) == (1024, 512, (1536, 0, 256, 1280, 1536, True, None, None))
+    assert (found.rows, found.max_rows, found.placement) == (1024, 512, (1536, 0, 256, 1280, 1536, True, None, None))
     assert found.required.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
     last = planned(3, 2, 1536, causal=True)
     assert last.copies == ((1, Span(0, 256), Span(256, 512)), (0, Span(0, 256), Span(0, 256)))
@@ -96,7 +96,7 @@ def test_large_spans_come_in_pieces(monkeypatch):
     """Of so many bytes that a copy is worth the host's time, in whole blocks."""
     monkeypatch.setattr(arrival, "MIN_COPY_BYTES", 256 * 2 * 2 * 128)  # 256 rows of keys and values
     found = planned(2, 1, 4096, causal=True)
-    assert [copy.place for copy in found.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
+    assert [copy.target for copy in found.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
     assert found.required.tolist() == [4] * 2 + [3] * 2 + [2] * 2 + [1] * 2 + [0] * 16 + [4]
 
 

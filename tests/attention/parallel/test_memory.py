@@ -17,7 +17,7 @@ SMALL = 4096  # bytes of what else there may be
 
 def most(monkeypatch, world, rank, **options):
     """Bytes that a call takes beyond its shards, its output and lse."""
-    monkeypatch.setattr(agreement, "_KNOWN", {})
+    monkeypatch.setattr(agreement, "_CACHED", {})
     counted, own = counts(world, rank, LENGTH, HEADS, KV_HEADS, DIM, **options)
     return counted.most - own
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attention.parallel.choice import SCHEMES, choose, min_sweeps, plan_sweeps
 from attention.parallel.gather import GatherAttention
-from attention.parallel.moves import ShardRegion, intersect_regions, wide
+from attention.parallel.moves import ShardRegion, intersect_regions, widen
 from attention.parallel.orders import Contiguous, Span, Zigzag, count_tokens, find_order, merge_spans, subtract_spans
 from attention.parallel.peers import Peers, PendingMessages
 from attention.parallel.pieces import ForwardCall
@@ -140,7 +140,7 @@ def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
     peers, k = Silent(None, 0, 2, (0, 1)), torch.zeros(1, 512, 8, 16, dtype=torch.bfloat16)
     vars(peers)["sent"] = []
     scheme, one = GatherAttention(peers, spans, spans), call(length, length, 8, 8, causal=True)
-    held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._fetch(k, k, one, heads).wait()]
+    held = [x for heads in (Span(0, 2), Span(2, 8)) for x in scheme._gather(k, k, one, heads).wait()]
     assert sum([x.nbytes for x in held]) == length * 8 * 16 * 4
     memory = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (k, *held)]
     assert peers.sent and all(any(first <= x.data_ptr() < end for first, end in memory) for x in peers.sent)
@@ -196,10 +196,12 @@ def test_auto_says_why_no_scheme_can():
 
 def test_bytes_are_copied_eight_at_a_time_where_all_lie_so():
     x = torch.randn(2, 6, 3, 16).bfloat16()
-    both = wide(x[:, 1:, :2], torch.empty(2, 5, 2, 16, dtype=torch.bfloat16))
+    both = widen(x[:, 1:, :2], torch.empty(2, 5, 2, 16, dtype=torch.bfloat16))
     both[1].copy_(both[0])
     assert both[1].dtype == torch.float64 and torch.equal(both[1].view(torch.bfloat16), x[:, 1:, :2])
-    assert all([y.dtype == x.dtype for y in wide(x, x[..., 1:9])]) and wide(x.transpose(2, 3))[0].dtype == x.dtype
+    assert all([y.dtype == x.dtype for y in widen(x, x[..., 1:9])]) and widen(x.transpose(2, 3))[0].dtype == x.dtype
     assert (
-        wide(x[..., 0, :])[0].dtype == x.dtype and wide(x[..., :6])[0].dtype == x.dtype and wide(x.double())[0].shape == x.shape
+        widen(x[..., 0, :])[0].dtype == x.dtype
+        and widen(x[..., :6])[0].dtype == x.dtype
+        and widen(x.double())[0].shape == x.shape
     )

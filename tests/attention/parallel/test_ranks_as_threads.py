@@ -153,7 +153,7 @@ def test_gradients_of_some_heads_come_home_under_those_of_others(monkeypatch):
     monkeypatch.setattr(gather, "TILE", 1)
     for full, turns in (1, 2), (10**6, 1):
         monkeypatch.setattr(gather, "FULL_GPU_TILES", full)
-        agreement._KNOWN.clear()
+        agreement._CACHED.clear()
         sent = []
         send = lambda *given, sent=sent, **told: sent.append(0) or moves.start_reduce_scatter(*given, **told)
         monkeypatch.setattr(gather, "start_reduce_scatter", send)
@@ -209,7 +209,9 @@ def test_sums_are_in_the_order_of_ranks():
 
 
 IN_TURNS = {
-    "a mask of heads": dict(mask=lambda b, h, i, j: (i + 2 * j + h) % 3 != 0),
+    "a mask of heads, rows without keys, sinks of -inf": dict(
+        mask=lambda b, h, i, j: ((i + 2 * j + h) % 3 != 0) & (i % 7 > 0), sink=torch.tensor([0.5, -torch.inf, 2.0, -torch.inf])
+    ),
     "a sink": dict(causal=True, sink=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "a window": dict(window=(20, 0)),
 }
@@ -291,12 +293,14 @@ def test_the_delta_rule_in_segments(cut, channels):
 def test_what_is_forgotten_is_not_walked(cut, monkeypatch):
     """Of a head that decays soon, and of one that does not."""
     monkeypatch.setattr(parts, "MIN_CHUNKS", 1)
-    asked, forgotten = [], parts.SequenceShard.forgotten
-    monkeypatch.setattr(parts.SequenceShard, "forgotten", lambda *given: asked.append(forgotten(*given)) or asked[-1])
+    counts, count_forgotten = [], parts.SequenceShard.count_forgotten_chunks
+    monkeypatch.setattr(
+        parts.SequenceShard, "count_forgotten_chunks", lambda *args: counts.append(count_forgotten(*args)) or counts[-1]
+    )
     q, k, v, beta = (x.repeat_interleave(2, 2) for x in members())
     decay = torch.tensor([-0.9, -0.01]) * torch.ones(1, LENGTH, 2)
     recurrent("delta_rule", (q, k, v, beta), decay=decay, initial_state=torch.randn(1, 2, 16, 16), return_state=True)
-    skipped = torch.stack([x.amax(0)[:, 0] for x in asked])
+    skipped = torch.stack([x.amax(0)[:, 0] for x in counts])
     assert (skipped[:, 1] == 0).all() and skipped[:, 0].max() > 0
 
 
@@ -311,8 +315,8 @@ def test_only_what_is_forgotten_is_skipped(monkeypatch, strength, rate, alike):
     beta, decay = strength * torch.rand(1, length, heads), -rate * torch.rand(1, length, heads)
     if alike:
         k, beta = k[:, :1].expand_as(k), torch.full_like(beta, strength)
-    place = parts.SequenceShard(Span(0, length), 1, None, "cpu")
-    skipped = ShardedDeltaRule((k, k, v, beta), {"decay": decay})._forgotten(place)[0, :, 0].int()
+    shard = parts.SequenceShard(Span(0, length), 1, None, "cpu")
+    skipped = ShardedDeltaRule((k, k, v, beta), {"decay": decay})._forgotten_chunks(shard)[0, :, 0].int()
     assert (skipped.min() > 0) == (rate >= 1 and not alike)
     for head, n in enumerate(skipped.tolist()):
         m = torch.eye(16, dtype=torch.float64)
@@ -350,7 +354,7 @@ def test_mamba2_in_segments(cut):
         (dict(decay=-0.1), "decay: must be an array"),
         (dict(family="sm_70"), "family: must be None or one of"),
         (dict(return_state="no"), "return_state: must be a bool"),
-        (dict(out=torch.zeros(1, 1, 1, 16).bfloat16()), "out: is not served on several ranks"),
+        (dict(out=torch.zeros(1, 1, 1, 16).bfloat16()), "out: is not supported on several ranks"),
         (dict(cu_seqlens=torch.tensor([0, 1, 9])), "cu_seqlens: must end at 1"),
         (dict(cu_seqlens=torch.tensor([1, 1])), "cu_seqlens: must begin at 0"),
     ],
@@ -409,27 +413,27 @@ def test_torch_compile_does_not_look_inside():
 def test_arrays_that_are_not_torchs():
     """In words, whatever is asked."""
     q, k, v, *_ = members()
-    with pytest.raises(TypeError, match="^v: must be a tensor of torch, .* not ndarray"):
+    with pytest.raises(TypeError, match="^v: must be a torch tensor, .* not ndarray"):
         parallel.linear(q, k, v.float().numpy())
-    with pytest.raises(TypeError, match="^beta: must be a tensor of torch, .* not float"):
+    with pytest.raises(TypeError, match="^beta: must be a torch tensor, .* not float"):
         parallel.delta_rule(q, k, v, 0.5)
 
 
 def test_no_gradient_is_said_on_every_rank():
     q, k, v, _ = members()
-    with torch.enable_grad(), pytest.raises(NotImplementedError, match="the backward pass is not there yet"):
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="there is no backward pass on several ranks"):
         parallel.linear(q.requires_grad_(), k, v)
 
 
 class Lent:
     """Memory of a thread that all others read: see mapped.Memory. every: the two halves of each."""
 
-    open, by_engines, half, late = True, False, 0, 0
+    available, uses_copy_engines, half, late = True, False, 0, 0
 
     def __init__(self, every, meeting):
         self.every, self.meeting = every, meeting
 
-    def turn(self, nbytes):
+    def switch_half(self, nbytes):
         assert nbytes <= self.every[0].shape[1]
         self.half ^= 1
 
@@ -437,8 +441,8 @@ class Lent:
         size = dtype.itemsize * torch.Size(shape).numel()
         return self.every[rank, self.half, at + first * size : at + end * size].view(dtype).view(1, end - first, *shape)
 
-    def copied(self, own, copies):
-        for place, x in own:
+    def copy(self, local, copies):
+        for place, x in local:
             place.copy_(x)
         self.meeting.wait(PATIENCE)
         time.sleep(self.late)
@@ -473,14 +477,14 @@ def test_rows_come_by_copies(world):
 class Engines(SymmetricBuffers):
     """Memory of a thread that all others read, and what stands for streams."""
 
-    open = by_engines = True
+    available = uses_copy_engines = True
 
     def __init__(self, every, meeting):
         self.every, self.meeting, self.views, self.half, self.nbytes = every, meeting, {}, 0, every[0].numel() // 2
         self.handle = self
-        self.now = self.stream = self.event = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
+        self.caller = self.stream = self.event = SimpleNamespace(wait_event=lambda event: None, record=lambda stream: None)
 
-    def turn(self, nbytes):
+    def switch_half(self, nbytes):
         assert nbytes <= self.nbytes
         self.half = 0 if self.half else self.nbytes
 

@@ -59,7 +59,7 @@ def members(world):
         compared("linear", [x.float() for x in (q, k, v)], decay=of_tokens)
         compared("delta_rule", [x.float() for x in (q, k, v, beta)])
         compared("mamba2", [x.float() for x in (v, steps, rate, k, q)], whole=(2,), z=v.float())
-    with pytest.raises(ValueError, match=r"ask for different things:\nrank 0: scale=1.0\nranks 1, 2: scale=2.0"):
+    with pytest.raises(ValueError, match=r"make different calls:\nrank 0: scale=1.0\nranks 1, 2: scale=2.0"):
         parallel.linear(*map(part, (q, k, v)), length=LENGTH, scale=2.0 if dist.get_rank() else 1.0)
     with pytest.raises(NotImplementedError, match="normalize"):
         parallel.linear(*map(part, (q, k, v)), length=LENGTH, normalize=True)

@@ -12,7 +12,7 @@ from poison import as_on_a_device, poisoned, unseen
 import attention
 from attention import reference
 from attention.reference import gradients as formula
-from attention.softmax.backward import norms
+from attention.softmax.backward import norm_programs
 from tiles import fp16
 
 F32, FP16 = np.dtype(np.float32), fp16.np
@@ -42,13 +42,15 @@ def agree(place, q, k, v, **options):
 
 def gradients_of_layer_norm(place, x, dy, norm):
     """[dx, dweights, dbias] by the kernels."""
-    dx, (parts,) = norms.norm_gradients("q", *map(place.put, (x, dy)), tuple(map(place.put, norm)), 1e-6, None, None, "bshd")
+    dx, (parts,) = norm_programs.norm_gradients(
+        "q", *map(place.put, (x, dy)), tuple(map(place.put, norm)), 1e-6, None, None, "bshd"
+    )
     return [place.get(y) for y in (dx, *parts)]
 
 
 def assert_is_the_formula(got, x, dy, norm):
     """Assert that dx has the error of one rounding, and sums that of float32."""
-    exact = formula._of_norm(x.astype(float), norm, dy.astype(float), 1e-6, float)
+    exact = formula.norm_backward(x.astype(float), norm, dy.astype(float), 1e-6, float)
     for mine, ref in zip(got, exact, strict=True):
         unit = 2.0 ** (-20 if mine.dtype == F32 else -8)
         np.testing.assert_allclose(mine.astype(float), ref, rtol=unit, atol=unit * np.abs(ref).max())
@@ -126,7 +128,7 @@ def test_the_formula_agrees_with_finite_differences(name):
     layer, step = name == "layer", 1e-5
     given = [x, weights_, bias][: 2 + layer]
     normalize_rows = lambda x, *norm: reference.softmax.normalize_rows(x, norm if layer else norm[0], 1e-3, float, float)
-    found = formula._of_norm(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
+    found = formula.norm_backward(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
     for n, gradient in enumerate(found[: len(given)]):
         along = draw(given[n].shape, float, 9)
         ends = [(normalize_rows(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]

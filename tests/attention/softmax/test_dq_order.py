@@ -1,8 +1,8 @@
-"""attention.backward: dQ summed in a fixed order, with the same bits q_tiles time, and launches that overlap (PDL)."""
+"""attention.backward: dQ summed in a fixed order, with the same bits every time, and launches that overlap (PDL)."""
 
 import itertools
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -16,10 +16,11 @@ from attention.softmax.backward.dq_order import AscendingAdds
 from attention.softmax.backward.launches import choose_raster_group
 from attention.softmax.variants import ScoreContext
 from attention.softmax.visible_keys import CAUSAL
-from ops import grid
+from ops import add_held, count_stored, count_up, grid, tma_add, tma_store, wait_count
 from tiles import Hazard, bf16, interpreter
+from tiles.interpreter import here
 from tiles.numba_types import void
-from tiles.op import lowers, op
+from tiles.op import OPS, lowers, op
 
 F32 = np.float32
 MASKS = {
@@ -33,9 +34,66 @@ MASKS = {
 
 @pytest.mark.parametrize(("case", "head_dim"), [*zip(MASKS, itertools.cycle([128, 64]))])
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_deterministic(place, case, head_dim, family):
-    """The interpreter raises a Hazard if a thread block waits for a later one, or for more of them than there are."""
+def test_deterministic(place, case, head_dim, family, monkeypatch):
+    """The interpreter raises a Hazard if a thread block waits for a later one, or for more of them than there are. A thread
+    block that waits for fewer than it must, or adds before it waits, is found by replaying its steps beside a slow warp."""
+    steps = record_steps(monkeypatch) if isinstance(place, OnInterpreter) else None
     agree(place, *inputs(1, 150, 330, 2, 1, head_dim), family, deterministic=True, **MASKS[case])
+    if steps is not None:
+        check_adds_in_order(steps)
+
+
+ADDS, ARRIVES = (add_held, tma_add, tma_store), (count_stored, count_up)
+
+
+def record_steps(monkeypatch):
+    """{(thread block, warp): [(op, index, the count that it waits for)]} of all adds, arrivals and waits from now on."""
+    steps = defaultdict(list)
+
+    def record(face, index_argument, count_argument=None):
+        meaning = OPS[face].meaning
+
+        def recording(*args):
+            index = tuple(map(int, args[index_argument]))
+            count = count_argument and int(args[count_argument])
+            steps[here().block.index, here().index].append((face, index, count))
+            return meaning(*args)
+
+        monkeypatch.setattr(OPS[face], "meaning", recording)
+
+    for face in (*ADDS, *ARRIVES):
+        record(face, 2 if face is add_held else 1)
+    record(wait_count, 1, 2)
+    monkeypatch.setenv("TILES_JOBS", "1")  # steps in other processes would not be recorded
+    return steps
+
+
+def replay(steps, slow):
+    """{index in the sums of dQ: the thread blocks that add there, in order} if all begin at once, and the warp `slow` goes on
+    only while all others wait or are done."""
+    added, counts = defaultdict(list), Counter()
+    remaining = {warp: deque(steps[warp]) for warp in sorted(steps, key=lambda warp: (warp == slow, warp))}
+    while any(remaining.values()):
+        (block, _), todo = next((warp, todo) for warp, todo in remaining.items() if todo and not must_wait(todo[0], counts))
+        face, index, _ = todo.popleft()
+        if face in ARRIVES:
+            counts[index] += 1
+        elif face in ADDS:
+            added[index].append(block)
+    return added
+
+
+def must_wait(step, counts):
+    face, index, count = step
+    return face is wait_count and counts[index] < count
+
+
+def check_adds_in_order(steps):
+    """Thread blocks add in the order in which they begin, whichever warp is slow."""
+    assert steps
+    for slow in steps:
+        added = replay(steps, slow).values()
+        assert all(blocks == sorted(blocks) for blocks in added) and any(blocks[0] != blocks[-1] for blocks in added)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
@@ -123,8 +181,9 @@ def test_raster_group():
 def test_snake_in_the_interpreter(head_dim, monkeypatch):
     """Groups of two key blocks: one in descending order, one in ascending order, and one that is not full."""
     monkeypatch.setattr(dq_order, "SNAKE_GROUP", 2)
-    q_k_v, forwards = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters
+    q_k_v, forwards, steps = inputs(1, 150, 600, 2, 1, head_dim), interpreter.clusters, record_steps(monkeypatch)
     agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)
+    check_adds_in_order(steps)
     monkeypatch.setattr(interpreter, "clusters", lambda *args: [*forwards(*args)][::-1])
     with pytest.raises(Hazard, match="deadlock"):
         agree(OnInterpreter(), *q_k_v, "sm_90", deterministic=True, causal=True)

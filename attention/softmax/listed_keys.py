@@ -1,0 +1,45 @@
+"""Key blocks by lists: the tiling of a query tile whose key blocks a list names, and what a list holds."""
+
+from typing import Any
+
+from numpy import int32
+
+from tiles import inlined, static
+from tiles.numba_names import types
+
+from .tiling import KeyBlocks, Tiling
+
+HEAD = 4  # integers of a list before the blocks
+
+
+LISTS, CLASSES = types.Array(types.int32, 4, "A"), types.Array(types.int8, 4, "A")
+
+
+AHEAD, BEHIND, BOTH, MOST = 0, 1, 2, 127  # the two numbers of unseen keys, which lie side by side; the most that int8 holds
+
+
+@static
+class Listed(Tiling):
+    """A Tiling in which a list says which key blocks a tile works on: params.lists, by batch, head and block of queries."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"lists": LISTS}
+
+    @property
+    def ends_within(self) -> bool:
+        """See Tiling. Some lists name a block beyond the last key."""
+        return False
+
+    @inlined
+    def key_blocks(self, row, ctx):
+        lists, batch, head, tile = ctx.params.lists, ctx.batch, ctx.head, row // self.rows
+        n, cut = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
+        ahead, behind = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
+        return KeyBlocks(int32(0), int32(n), int32(0), int32(cut), int32(ahead), int32(behind))
+
+    @inlined
+    def key(self, blocks, i, ctx):
+        i = min(i, blocks.n - 1)  # kernels ask ahead
+        place = HEAD + i if i < blocks.masked else ctx.params.lists.shape[3] - 1 - i + blocks.masked
+        return int32(ctx.params.lists[ctx.batch, ctx.head, ctx.row // self.rows, place] * self.kv)
