@@ -1,5 +1,5 @@
-"""The programs around the gradients of attention where queries or keys are normalised: rows are normalised once more before,
-and the gradients of rows, weights and biases follow from those of the normalised rows."""
+"""The programs that run before and after the gradients of attention if there are norms of queries or keys: the first normalise
+rows once more, the others compute the gradients of rows, weights and biases from those of the normalised rows."""
 
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..norm_parts import LayerNorm, RmsNorm
 from .norms import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients, SumNormPartials
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
 def _normalise_program(x: str, axes: str) -> Program:
     """The program that normalises the rows of x."""
     schema = Schema(
@@ -33,7 +32,7 @@ def _normalise_program(x: str, axes: str) -> Program:
 
     @program(schema, no_gradient=NO_SECOND_DERIVATIVES)
     def normalise(problem: Problem, norm_eps: float) -> Plan:
-        """The launch that normalises."""
+        """The launch of the kernel that normalises rows."""
         batch, rows, heads, columns = problem(axes)
         params = norm_arrays(problem, f"{x}_norm", axes[2:])
         if 0 in (batch, rows, heads):

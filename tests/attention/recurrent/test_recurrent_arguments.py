@@ -53,8 +53,8 @@ def call(member="linear", options=None, **arrays):
 def problem(member="linear", layout="bshd", **arrays):
     """What a call becomes."""
     schema = MEMBERS[member][1]
-    given = needed(member) | arrays
-    forms = {name: describe(given[name], name).form for name in schema.names if name in given}
+    args = needed(member) | arrays
+    forms = {name: describe(args[name], name).form for name in schema.names if name in args}
     found = schema.problem(forms, layout)
     rules.check_extents(found, *(("B", "x") if member == "mamba2" else ()))
     return found
@@ -79,8 +79,8 @@ def test_the_first_argument_says_whose_arrays_are_made(member):
 
 
 def test_mamba2_has_its_own_names_and_a_transposed_state():
-    given = dict(initial_states=valid("mamba2", "initial_states"), D=valid("mamba2", "D", 1), z=valid("mamba2", "z"))
-    p = problem("mamba2", **given)
+    args = dict(initial_states=valid("mamba2", "initial_states"), D=valid("mamba2", "D", 1), z=valid("mamba2", "z"))
+    p = problem("mamba2", **args)
     assert p("HGKV") == (6, 3, 32, 16) and p.made("states")[0] == (2, 6, 16, 32)
     assert p["C"].form.shape == (2, 5, 3, 32) and p["x"].form.shape == (2, 5, 6, 16) and p["D"].form.shape == (6, 16)
 
@@ -120,9 +120,9 @@ def test_layouts_differ_only_in_the_callers_axes():
 @pytest.mark.parametrize("member", ["linear", "delta_rule", "mamba2", "based", "hedgehog"])
 @pytest.mark.parametrize("empty", [{"B": 0, "N": 0}, {"S": 0}])
 def test_empty_tensors(member, empty):
-    given = needed(member, **empty)
-    values = given["x" if member == "mamba2" else "v"]
-    assert call(member, **given).shape == values.shape
+    args = needed(member, **empty)
+    values = args["x" if member == "mamba2" else "v"]
+    assert call(member, **args).shape == values.shape
 
 
 def test_strides_that_do_not_matter_and_broadcast_gates():
@@ -150,12 +150,12 @@ VIEWS = {
 def test_any_strides(member, name, view):
     """Negative ones and 0, of each argument; and of out."""
     rng = np.random.default_rng(0)
-    given = {key: (rng.standard_normal((1, 70, 2, 64)) / 4).astype(bf16) for key in "qkv"}
+    args = {key: (rng.standard_normal((1, 70, 2, 64)) / 4).astype(bf16) for key in "qkv"}
     beta = {"beta": np.full((1, 70, 2), 0.5, f32)} if member == "delta_rule" else {}
-    given[name] = VIEWS[view](given[name])
-    plain = {key: np.ascontiguousarray(x) for key, x in given.items()} | beta
+    args[name] = VIEWS[view](args[name])
+    plain = {key: np.ascontiguousarray(x) for key, x in args.items()} | beta
     out = np.full((1, 70, 2, 64), np.nan, bf16)[:, ::-1, ::-1]
-    assert call(member, **given | beta, out=out) is out
+    assert call(member, **args | beta, out=out) is out
     reference.assert_close(out, reference.linear(**plain)[0], reference.linear(**plain, low=True)[0])
 
 
@@ -163,10 +163,10 @@ def test_any_strides(member, name, view):
 def test_inputs_may_overlap(member):
     """Whatever is not written."""
     _, schema, _ = MEMBERS[member]
-    given = needed(member, G=6, K=16)
-    memory = np.zeros(max(x.nbytes for x in given.values()), np.uint8)
-    shared = {name: np.ndarray(x.shape, x.dtype, memory) for name, x in given.items() if not schema.arguments[name].written}
-    assert call(member, **given | shared).shape == given["x" if member == "mamba2" else "v"].shape
+    args = needed(member, G=6, K=16)
+    memory = np.zeros(max(x.nbytes for x in args.values()), np.uint8)
+    shared = {name: np.ndarray(x.shape, x.dtype, memory) for name, x in args.items() if not schema.arguments[name].written}
+    assert call(member, **args | shared).shape == args["x" if member == "mamba2" else "v"].shape
 
 
 # ---- invalid calls ---------------------------------------------------------------------------------------------------
@@ -319,10 +319,10 @@ def test_what_is_for_hopper_wants_multiples_of_16_bytes(member):
 
 @pytest.mark.parametrize("name", ["q", "decay", "initial_state"])
 def test_out_lies_apart(name):
-    given = valid("linear", name, 1 if name == "decay" else 0)
-    memory = np.zeros(2 * given.nbytes + 2 * 5 * 6 * 32, np.uint8)
-    overlapping = np.ndarray(given.shape, given.dtype, memory)
-    out = np.ndarray((2, 5, 6, 16), bf16, memory, offset=given.nbytes - 16)
+    args = valid("linear", name, 1 if name == "decay" else 0)
+    memory = np.zeros(2 * args.nbytes + 2 * 5 * 6 * 32, np.uint8)
+    overlapping = np.ndarray(args.shape, args.dtype, memory)
+    out = np.ndarray((2, 5, 6, 16), bf16, memory, offset=args.nbytes - 16)
     with pytest.raises(ValueError, match=rf"^out: must not overlap {name}: out at 0x\w+, {name} at 0x\w+, out\.shape="):
         call(**{name: overlapping}, out=out)
 
@@ -338,10 +338,10 @@ def test_a_step_s_state_lies_apart():
 
 @pytest.mark.parametrize("member, name", [("linear", "out"), ("linear_step", "state"), ("mamba2", "out"), ("hedgehog", "out")])
 def test_what_is_written_must_be_writable(member, name):
-    given = valid(member, name)
-    given.flags.writeable = False
+    args = valid(member, name)
+    args.flags.writeable = False
     with pytest.raises(ValueError, match=f"^{name}: must be writable, and this array is read-only"):
-        call(member, **{name: given})
+        call(member, **{name: args})
 
 
 def test_the_state_of_a_step_must_be_one_piece_of_memory_each():
