@@ -180,8 +180,8 @@ def _mla_decode_fp8(
 ) -> Plan:
     """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
     if problem("DVK") != (COLUMNS, LATENT, ROTARY):
-        wanted = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
-        raise problem.error("latent", wanted, "q", "latent", "rotary")
+        rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
+        raise problem.error("latent", rule, "q", "latent", "rotary")
     _check_heads(problem)
     vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     chosen = choose_family(problem, family, vector_bytes == hopper.VECTOR_BYTES)

@@ -80,14 +80,16 @@ class ScoreGradients:
             dbias_tiles = batches * bias_heads * tiles * blocks
             grid = min(dbias_tiles, self.processors)
             self.after_main.launch(
-                hopper_bias, config, grid, bias_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **bias_args
+                hopper_bias, config, grid, bias_q_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **bias_args
             )
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
             config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
             grid = batches * bias_heads * tiles * blocks
-            self.after_main.launch(bias, config, grid, bias_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args)
+            self.after_main.launch(
+                bias, config, grid, bias_q_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args
+            )
 
     def work_extents(self) -> tuple[int, int, int, int]:
         """(batches, heads, query tiles, key blocks) that thread blocks go through; of packed sequences (1, heads, the query

@@ -243,8 +243,8 @@ def select_loader(problem: Problem) -> tuple[DenseLoader, int, dict[str, Operand
         return IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]}
     if batches != batch:
         if "cu_seqlens" in problem:
-            wanted = f"batch must equal the number of sequences, {batch}, unless pages or batch_index is passed"
-            raise problem.error("k", wanted, "k")
+            rule = f"batch must equal the number of sequences, {batch}, unless pages or batch_index is passed"
+            raise problem.error("k", rule, "k")
         raise problem.error("k", "batch must equal q's unless pages or batch_index is passed", "k", "q")
     return DenseLoader(vector_bytes), rows, {}
 
