@@ -48,7 +48,7 @@ class PreparationSteps:
         self.scratch.append((shape, dtype))
         return self.problem.scratch(len(self.scratch) - 1, shape, dtype)
 
-    def bind_launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
+    def launch(self, module: Any, config: Any, grid: int, **arguments: Any) -> None:
         """Add a launch."""
         self.steps.append(kernel_for(module, config, self.problem.device).bind(grid, **arguments))
 
