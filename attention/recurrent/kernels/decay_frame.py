@@ -153,7 +153,7 @@ class ChannelDecay:
 
     @inlined
     def fill_keys(self, rings, arrays, j, n, seq, head, key_head, block):
-        """`fill` without queries."""
+        """Have TMA load the keys, values and gates of the j-th of a sequence's n chunks, if there is one."""
         (k, v, g), (gK, gV, gGates) = rings, arrays
         if j < n:
             token = seq.start + CHUNK * j
