@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from tiles.schema import Problem
 
-from ..launches import Before
+from ..launches import PreparationSteps
 from . import shares
 from .base_config import BackwardConfig
 from .shares import ROWS, Config
@@ -50,7 +50,9 @@ def split_queries(group: int, thread_blocks: int, tiles: int, wanted: int) -> Qu
     return QuerySplit(head_groups, splits)
 
 
-def partial_arguments(before_main: Before, after_main: Before, config: BackwardConfig, split: QuerySplit) -> dict[str, Any]:
+def partial_arguments(
+    before_main: PreparationSteps, after_main: PreparationSteps, config: BackwardConfig, split: QuerySplit
+) -> dict[str, Any]:
     """The main kernel's arguments that say how its queries are split, and where it stores dK and dV. If there are several
     partials, memory for them is reserved in `before_main`, and the launch that combines them is put in `after_main`."""
     problem = before_main.problem

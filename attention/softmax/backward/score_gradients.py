@@ -10,7 +10,7 @@ from tiles.schema import REAL, Problem
 
 from ..assembled import VariantSpec
 from ..call_options import AUX
-from ..launches import LOG2_E, Before
+from ..launches import LOG2_E, PreparationSteps
 from ..score_derivative import Derivatives
 from . import bias, elements, hopper_bias, recomputed_scores
 
@@ -44,7 +44,13 @@ class ScoreGradients:
     kernels have in common."""
 
     def __init__(
-        self, problem: Problem, spec: VariantSpec, config: Any, after_main: Before, args: dict[str, Any], processors: int
+        self,
+        problem: Problem,
+        spec: VariantSpec,
+        config: Any,
+        after_main: PreparationSteps,
+        args: dict[str, Any],
+        processors: int,
     ):
         self.problem, self.spec, self.config, self.after_main = problem, spec, config, after_main
         self.args, self.processors = args, processors
