@@ -114,7 +114,7 @@ def channel_space(config: type[Config], sizes, arch: str, everything: bool) -> I
 @static
 class ChannelDecay:
     """The decays of a chunk's channels. A preparer, whose warps each have some of the channels, calls `cumsum_gates`,
-    `factor_decays` and `exact_scores`; the warpgroups that read what it made call `is_strong` and `decay_state`.
+    `factor_decays` and `exact_scores`; the warpgroups that read its results call `is_strong` and `decay_state`.
 
     scores: the type of the tiles that `exact_scores` returns."""
 
