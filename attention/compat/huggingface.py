@@ -161,5 +161,5 @@ def look_up_mask(b, h, i, j, mask):
 
 
 def look_up_mask_of_head(b, h, i, j, mask):
-    """mask[b, h, i, j]."""
+    """mask[b, h, i, j], with a mask for each head."""
     return mask[b, h, i, j]

@@ -41,10 +41,10 @@ def scaled_dot_product_attention(
     is_causal_bias = type(attn_mask).__module__ == "torch.nn.attention.bias"  # a CausalBias has no elements
     if query.ndim == 3:
         attn_mask = attn_mask if attn_mask is None or is_causal_bias or attn_mask.ndim < 3 else attn_mask[:, None]
-        found = scaled_dot_product_attention(
+        result = scaled_dot_product_attention(
             query[:, None], key[:, None], value[:, None], attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return found[:, 0]
+        return result[:, 0]
     options = drop_none(scale=scale) | dropout_options(dropout_p, query)
     if is_causal_bias:
         of, sizes = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[2], key.shape[2])
