@@ -23,7 +23,7 @@ def register_torch_ops() -> None:
     from .softmax.forward_programs import _forward, _fp8_cache, _of_fp8, _variant
     from .softmax.projected import projected, projected_backward
 
-    of_norms = [program for every in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in every.values()]
+    of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = differentiating._backward, differentiating._variant, differentiating._into, *of_norms
     recurrent = _based, _delta_rule, _hedgehog, _linear, _linear_step, _mamba2
     decode = decoding._decode, decoding._variant, _mla_decode, _mla_decode_fp8

@@ -9,7 +9,7 @@ import numpy as np
 
 import fuse.operators as operators
 from fuse.graph import walk
-from fuse.rules import equal
+from fuse.rules import equivalent_forms
 from fuse.terms import Term
 from tiles import bf16
 
@@ -68,7 +68,7 @@ def svg() -> str:
     """The whole picture."""
     arrays = [np.zeros(s, bf16.np) for s in ((16, 4096), (4096,), (4096, 6144))]
     found = operators.rms_norm_linear.trace(operators.rms_norm_linear._arguments(arrays))
-    (before,), (after,) = found.roots, equal(found.roots, found.table)[-1].roots
+    (before,), (after,) = found.roots, equivalent_forms(found.roots, found.table)[-1].roots
     rows, product = [x for x in walk(before) if x.args and x is not before], [before]
     one, wide, high = panel("as it is written", before, 20, [("a kernel", rows), ("another", product)])
     inside = [x for x in walk(after) if x.args]

@@ -1,8 +1,8 @@
-"""The maps that fused functions are made of, a row each: what they mean in NumPy and in torch, and how a kernel writes them.
+"""The table of elementwise maps: what each means in NumPy and in torch, and how a kernel writes it.
 
-    "silu": Map(1, numpy=..., torch=..., written="silu({})")
+    "silu": ElementwiseMap(1, numpy=..., torch=..., form="silu({})")
 
-In a proof a map is opaque unless `field` says what it is in a field of numbers (identity.py)."""
+In a proof a map is an opaque function unless `field` names an operation of a field of numbers (identity.py)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CASTS = {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8e4m3": fp8e4m3}  # maps t
 
 
 class ElementwiseMap(NamedTuple):
-    """A function of elements. arity: how many arguments it takes. numpy: its meaning. torch: the name of torch's function.
-    written: how a kernel writes it, with a gap for each argument. field: the name of the operation that it is in a field of
-    numbers (identity.py), "" if it is none."""
+    """A function of elements. arity: its number of arguments. numpy: its meaning. torch: the name of torch's function. form:
+    how a kernel writes it, with a gap for each argument. field: the name of the same operation in a field of numbers
+    (identity.py), "" if there is none."""
 
     arity: int
     numpy: Callable
     torch: str
-    written: str
+    form: str
     field: str = ""
 
 
@@ -71,7 +71,7 @@ MAPS = {
     "relu": _call("relu", lambda x: np.maximum(x, 0), "relu"),
     "abs": _call("abs", np.abs),
 }
-MAPS["widened"] = ElementwiseMap(1, lambda x: x, "", "widened({})", "same")  # of fp8, as other arrays are held
+MAPS["widened"] = ElementwiseMap(1, lambda x: x, "", "widened({})", "same")  # fp8 as the 16-bit dtype of other arrays
 MAPS |= {
     name: ElementwiseMap(1, dtype.round, "", f"fp32({name}({{}}))", "same" * (dtype is fp32)) for name, dtype in CASTS.items()
 }
@@ -81,7 +81,7 @@ def of_torch(name: str) -> Any:
     """Torch's function for a map."""
     import torch
 
-    found: Any = torch
+    function: Any = torch
     for part in MAPS[name].torch.split("."):
-        found = getattr(found, part)
-    return found
+        function = getattr(function, part)
+    return function

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from . import ptx
-from .interpreter import Mbarrier, Slot, here
+from .interpreter import Mbarrier, Slot, current_warp
 from .layout import LANES
 from .numba_names import types
 from .numba_types import Value, compile_time
@@ -71,7 +71,7 @@ class shared:
     def open(self):
         """The items, in order, with their barriers ready in all blocks of a cluster that share a ring. Every thread of the
         block calls it once, before anything else."""
-        block, warp = here().block, here()
+        block, warp = current_warp().block, current_warp()
         if block.smem != self:
             found = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
             raise warp.hazard(f"the kernel opens {self}; the launch reserved {found}", "plan")

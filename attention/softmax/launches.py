@@ -19,13 +19,13 @@ from . import key_block_lists as lists
 from .assembled import VariantSpec
 from .block_masks import Blocked
 from .descales import BLOCK, BlockDescales, HeadDescales
-from .fp8 import of_blocks
-from .norm_parts import Layer, Rms
+from .fp8 import block_descale_names
+from .norm_parts import LayerNorm, RmsNorm
 from .online import LOG2_E, SLACK
-from .prepared_lists import Listing, check, giving
+from .prepared_lists import BlockListPlan, check_call, return_block_lists
 from .scores import Biased, BiasedByTile
 from .sequences import BatchedLayout, PackedLayout, PackedSeqUsedLayout, QueryPartsLayout, SeqUsedLayout
-from .tiling import band_of, even
+from .tiling import balance_raster_groups, choose_raster_group
 from .variants import Both, Variant
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
@@ -34,7 +34,7 @@ Shape = hopper.Config | ampere.Config | hopper_fp8.Config
 KERNELS = {hopper.Config: hopper, ampere.Config: ampere, hopper_fp8.Config: hopper_fp8}
 
 
-class Before:
+class PreparationSteps:
     """The launches that come before that of attention, and the scratch memory that holds their results. scratch: what there is
     of it already."""
 
@@ -66,7 +66,7 @@ class Before:
         found, count = self.memory((batch, rows, heads, columns), problem.dtype), -(-rows // quantize_kernels.ROWS)
         grid = -(-batch * heads * count // quantize_kernels.WARPS), -(-columns // quantize_kernels.COLUMNS), 1
         config = quantize_kernels.Config("dequantize", DTYPES[problem.dtype], False)
-        descale = over(problem, f"{name}_descale", "BG")
+        descale = expand_axes(problem, f"{name}_descale", "BG")
         step = kernel_for(quantize_kernels, config, problem.device)
         told = {"gX": narrow, "gOut": found, "gDescale": descale, "unit": unit, "count": count, "heads": heads}
         self.steps.append(step.bind(grid, **told))
@@ -81,7 +81,7 @@ class Before:
         self.launch(transpose_values, config, batch * heads * blocks, gV=values, gTurned=found, blocks=blocks, heads=heads)
         return found
 
-    def normed_keys(self, keys: Operand, norm: Rms, padded: int, eps: float) -> Operand:
+    def normed_keys(self, keys: Operand, norm: RmsNorm, padded: int, eps: float) -> Operand:
         """The normalised keys, written by a launch."""
         problem = self.problem
         shape = batch, rows, heads, columns = problem("BTGD")
@@ -132,13 +132,13 @@ class Before:
         return found
 
 
-def planned(
+def plan_forward(
     problem: Problem,
     spec: VariantSpec,
     return_lse: bool,
     family: str | FamilyAndBlock | None,
     aux: Sequence[Operand] = (),
-    listing: Listing | None = None,
+    listing: BlockListPlan | None = None,
     norm_eps: float = 0.0,
     units: tuple[float, float] = (1.0, 1.0),
 ) -> Plan:
@@ -159,51 +159,57 @@ def planned(
             raise problem.error("k", "must have at least one key where there is a sink", "k")
         choose_family(problem, family, tma=True)  # which refuses what it refuses of other calls: nothing is read
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x and not accumulates], (), give)
-    where, by_list = sequences_of(problem)[1], listed_keys(problem, listing)
+    where, by_list = choose_layout(problem)[1], uses_block_lists(problem, listing)
     if only_lists and listing is None:
         raise ValueError("mask: must say which keys are seen, or blocks, where lists are made of them: mask=None, blocks=None")
     if (only_lists or "lists" in problem) and not by_list:
         name = "lengths_k" if "lengths_k" in problem else "cu_seqlens"
         raise problem.error(name, "must be None where lists of key blocks are made or given", name)
-    spec, config = chosen(problem, spec, family, aux, listing)
-    blocks = tiles_of(problem, config)[0]
-    before, key_norm = Before(problem), norm_of(problem, "k_norm")
+    spec, config = choose_config(problem, spec, family, aux, listing)
+    blocks = count_tiles(problem, config)[0]
+    before, key_norm = PreparationSteps(problem), choose_norm(problem, "k_norm")
     given = spec.numbers | variant_arrays(problem)
     read = {f"aux{n}": x for n, x in enumerate(aux)}
     if listing and listing.blocked:
         marks = problem["marks"] or before.classes(listing.blocked)
-        given["marks"] = spread(marks, (*problem("NH"), *marks.form.shape[2:]))
+        given["marks"] = broadcast(marks, (*problem("NH"), *marks.form.shape[2:]))
     if listing and by_list:
         if listing.ready_for:
-            check(listing.ready_for, made_for(problem, config, listing))
+            check_call(listing.ready_for, describe_call(problem, config, listing))
         of_scores = {name: x for name, x in given.items() if name in spec.variant.params}
         found = problem["lists"] or before.listed(spec, listing.varies, config, blocks, where | of_scores, read)
         if only_lists:
             marked = (marks, listing.blocked.rows, listing.blocked.cols) if listing.blocked else None
-            return Plan(before.steps, before.scratch, giving(made_for(problem, config, listing), found, marked))
-        given["lists"] = spread(found, (batch, heads, *found.form.shape[2:]))
+            return Plan(
+                before.steps, before.scratch, return_block_lists(describe_call(problem, config, listing), found, marked)
+            )
+        given["lists"] = broadcast(found, (batch, heads, *found.form.shape[2:]))
     keys, values = (before.widened(name, unit) for name, unit in zip("kv", units))
     if isinstance(config, hopper_fp8.Config) and config.v_transpose.before:
         values = before.turned(values)
     keys = keys if key_norm is None else before.normed_keys(keys, key_norm, config.head_dim, norm_eps)
     told = {"gQ": problem["q"], "gK": keys, "gV": values, "gO": out, "gLse": lse, **where, **given, **read}
-    return Plan([*before.steps, launch(problem, spec, config, kv_len, **told)], before.scratch, give)
+    return Plan([*before.steps, bind_launch(problem, spec, config, kv_len, **told)], before.scratch, give)
 
 
-def listed_keys(problem: Problem, listing: Listing | None) -> bool:
+def uses_block_lists(problem: Problem, listing: BlockListPlan | None) -> bool:
     """Do lists say which blocks of keys a tile sees?"""
-    return listing is not None and sequences_of(problem)[0] is BatchedLayout
+    return listing is not None and choose_layout(problem)[0] is BatchedLayout
 
 
-def chosen(
-    problem: Problem, spec: VariantSpec, family: str | FamilyAndBlock | None, aux: Sequence[Operand], listing: Listing | None
+def choose_config(
+    problem: Problem,
+    spec: VariantSpec,
+    family: str | FamilyAndBlock | None,
+    aux: Sequence[Operand],
+    listing: BlockListPlan | None,
 ) -> tuple[VariantSpec, Shape]:
     """(the assembled variant as the kernel takes it, the configuration of the kernel) for a problem that has queries and keys:
     see `planned`."""
-    (seq_layout, _), schema, axes = sequences_of(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
-    tma, by_list = choose_family(problem, family) == "sm_90", listed_keys(problem, listing)
+    (seq_layout, _), schema, axes = choose_layout(problem), problem.schema, tuple(len(x.form.shape) for x in aux)
+    tma, by_list = choose_family(problem, family) == "sm_90", uses_block_lists(problem, listing)
     if tma and problem.dtype != "float8_e4m3fn":
-        spec = spec._replace(variant=in_tiles(problem, spec.variant))
+        spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
     written = schema.arguments["out"] if schema.written else None
     float32_out, accumulates = bool(written and written.holds == "float32"), bool(written and written.role == "updated")
     kind = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list, "float32_out": float32_out, "accumulates": accumulates}
@@ -212,14 +218,14 @@ def chosen(
     if not tma and problem.dtype == "float8_e4m3fn":
         require_hopper(problem)
         raise ValueError(f"family: q of float8_e4m3fn takes sm_90: {family=}")
-    return spec, config_of(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
+    return spec, config_for_problem(problem, spec, tma, problem("T")[0], family_block_kv(family), **kind)
 
 
-def in_tiles(problem: Problem, of: Variant) -> Variant:
+def load_bias_by_tma(problem: Problem, of: Variant) -> Variant:
     """The variant with its bias loaded in tiles by TMA, if that is possible: it must have 2 bytes a number, contiguous along
     the keys."""
     if isinstance(of, Both):
-        return Both(in_tiles(problem, of.one), in_tiles(problem, of.other))
+        return Both(load_bias_by_tma(problem, of.one), load_bias_by_tma(problem, of.other))
     if type(of) is not Biased:
         return of
     form = problem["bias"].form
@@ -228,13 +234,15 @@ def in_tiles(problem: Problem, of: Variant) -> Variant:
     return BiasedByTile(of.last, of.in_units_of_one, DTYPES[form.dtype]) if by_tma else of
 
 
-def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any) -> Shape:
+def config_for_problem(
+    problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **kind: Any
+) -> Shape:
     """The configuration for an assembled variant. tma: is it one of Hopper's kernels? kv: how many keys a block must have, if
     it matters. kind: further fields of the Config."""
     head_dim, value_dim = problem("DV")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
     if dtype is fp8e4m3:
-        blocked = of_blocks(problem)
+        blocked = block_descale_names(problem)
         descales = BlockDescales("v_descale" in blocked, "k_descale" in problem) if blocked else hopper_fp8.HEAD_DESCALES
         batch, q_len, heads, kv_heads = problem("BSHG")
         load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
@@ -245,16 +253,16 @@ def config_of(problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: i
         batch, queries, heads = problem("BSH")
         sequences = problem("E")[0] - 1 if issubclass(config.seq_layout, PackedLayout) else batch
         of_sequence, batch_heads = batch * queries / sequences, sequences * heads
-        found = hopper.fitted(config, of_sequence, kv_len, batch_heads, gpu.processors)
+        found = hopper.fit_to_load(config, of_sequence, kv_len, batch_heads, gpu.processors)
         if kv in (None, found.kv):
             return found
-        return hopper.fitted(hopper.of_blocks(config, kv), of_sequence, kv_len, batch_heads, gpu.processors, kv)
+        return hopper.fit_to_load(hopper.with_kv(config, kv), of_sequence, kv_len, batch_heads, gpu.processors, kv)
     room, vector_bytes = gpu.shared_bytes, problem.bytes_at_once()
     own = ampere.config_for(head_dim, dtype, spec.variant, room, vector_bytes, value_dim, **kind)
-    return own if kv is None else ampere.of_blocks(own, kv, room)
+    return own if kv is None else ampere.with_kv(own, kv, room)
 
 
-def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
+def count_tiles(problem: Problem, config: Shape) -> tuple[int, int]:
     """(how many tiles of queries a pair of head and batch has, how many pairs there are)"""
     batch, q_len, heads = problem("BSH")
     if issubclass(config.seq_layout, PackedLayout):
@@ -266,12 +274,12 @@ def tiles_of(problem: Problem, config: Shape) -> tuple[int, int]:
     return -(-q_len // config.rows), batch * heads
 
 
-def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
+def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, **told: Operand | Any) -> Step:
     """The launch of attention itself. most_keys: of a sequence. told: the kernel's other arguments: arrays, and what it is
     told of the variant, the sequences and the source of keys."""
     gpu, dtype, variant = machine(problem.device), DTYPES[problem.dtype], spec.variant
     q_len, heads, head_dim, kv_heads, value_dim = problem("SHDGV")
-    blocks, batch_heads = tiles_of(problem, config)
+    blocks, batch_heads = count_tiles(problem, config)
     group, grid = heads // kv_heads, batch_heads * blocks
     if config.persistent:
         grid = persistent(gpu, grid)
@@ -282,13 +290,15 @@ def launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: int, *
         told |= {f"g{name.upper()}Descale": descale_argument(problem, name, config.descales) for name in "qkv"}
     else:
         told["slack"] = SLACK / (spec.unit * LOG2_E)
-    band = band_of(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
+    raster_group = choose_raster_group(grid, gpu.processors, nbytes, gpu.cache_bytes, uneven)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
         heads=heads,
         batch_heads=batch_heads,
-        band=band if config.persistent else even(band, batch_heads, config.seq_layout is QueryPartsLayout),
+        raster_group=raster_group
+        if config.persistent
+        else balance_raster_groups(raster_group, batch_heads, config.seq_layout is QueryPartsLayout),
         group=group,
         scale=spec.unit * LOG2_E,
         **told,
@@ -299,10 +309,10 @@ def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Ope
     """The kernel's argument for the descale of q, k or v: see descales.py."""
     which = f"{name}_descale"
     if which not in problem or not descales.by_block or (name == "v" and len(problem.axes(which)) < 3):
-        return over(problem, which, "NG")
+        return expand_axes(problem, which, "NG")
     batch, rows, kv_heads, heads = problem("NSGH" if name == "q" else "NTGH")
     each, group = len(problem.axes(which)) == 3, heads // kv_heads  # has each block its own?
-    operand: Any = problem[which] if each else over(problem, which, "NG")
+    operand: Any = problem[which] if each else expand_axes(problem, which, "NG")
     first, block, head = operand.form.strides if each else (operand.form.strides[0], 0, operand.form.strides[1])
     shape: tuple[int, ...] = (batch, -(-rows // BLOCK), kv_heads)
     strides: tuple[int, ...] = (first, block, head)
@@ -311,7 +321,7 @@ def descale_argument(problem: Problem, name: str, descales: HeadDescales) -> Ope
     return operand._replace(form=operand.form._replace(shape=shape, strides=strides))
 
 
-def made_for(problem: Problem, config: Any, listing: Listing) -> str:
+def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
     """The description of the calls that lists serve: see BlockLists."""
     batch, heads, queries, keys = map(int, problem("BHST"))
     each = [f"{name}={n if differ else 'any'}" for name, n, differ in zip(("batch", "heads"), (batch, heads), listing.varies)]
@@ -320,18 +330,18 @@ def made_for(problem: Problem, config: Any, listing: Listing) -> str:
 
 def variant_arrays(problem: Problem) -> dict[str, Operand]:
     """The arrays that variants read, by the names of the kernel's parameters."""
-    slopes = over(problem, "alibi", "NH")
+    slopes = expand_axes(problem, "alibi", "NH")
     if slopes is not None and "Z" in problem.extents:  # a part is a sequence, and all have the same slopes: see _parts
         batch, parts, heads = problem("BZH")
         slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
-    found = {"slopes": slopes, "sinks": problem["sink"], "bias": over(problem, "bias", "NHST")}
+    found = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_axes(problem, "bias", "NHST")}
     found["seeds"] = problem["seed"]
     return {name: x for name, x in found.items() if x is not None} | norm_arrays(problem, "q_norm", "HD")
 
 
-def norm_of(problem: Problem, name: str) -> Rms | None:
+def choose_norm(problem: Problem, name: str) -> RmsNorm | None:
     """The norm that the arguments of this name ask for, None if there are none."""
-    return None if name not in problem else Layer() if f"{name}_bias" in problem else Rms()
+    return None if name not in problem else LayerNorm() if f"{name}_bias" in problem else RmsNorm()
 
 
 def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
@@ -339,7 +349,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     last axis is not contiguous."""
     found = {}
     for said, which in (("norm_weights", name), ("norm_bias", f"{name}_bias")):
-        operand = over(problem, which, axes)
+        operand = expand_axes(problem, which, axes)
         if operand is not None:
             if operand.form.strides[-1] != operand.form.itemsize:
                 raise ValueError(f"{which}: last axis must be contiguous: {which}.strides={problem.forms[which].strides}")
@@ -347,7 +357,7 @@ def norm_arrays(problem: Problem, name: str, axes: str) -> dict[str, Operand]:
     return found
 
 
-def sequences_of(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
+def choose_layout(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]:
     """(the class that says how the sequences lie, the kernel's arguments for it). ValueError: arguments for sequences do not
     fit each other."""
     q_len, kv_len = problem("ST")
@@ -362,13 +372,13 @@ def sequences_of(problem: Problem) -> tuple[type[BatchedLayout], dict[str, Any]]
             return PackedSeqUsedLayout, where | {"lengths": problem["lengths_k"]}
         return PackedLayout, where
     if "lengths_k" in problem and "Z" in problem.extents:
-        return QueryPartsLayout, _parts(problem)
+        return QueryPartsLayout, _query_parts_args(problem)
     if "lengths_k" in problem:
         return SeqUsedLayout, {"q_len": q_len, "lengths": problem["lengths_k"]}
     return BatchedLayout, {"q_len": q_len, "kv_len": kv_len}
 
 
-def _parts(problem: Problem) -> dict[str, Any]:
+def _query_parts_args(problem: Problem) -> dict[str, Any]:
     """The kernel's arguments for Parts. ValueError, NotImplementedError: lengths_k does not fit, or an argument does not go
     with it."""
     lengths, (q_len, parts, batch) = problem["lengths_k"], problem("SZB")
@@ -394,7 +404,7 @@ def _parts(problem: Problem) -> dict[str, Any]:
     return {"q_len": q_len // parts, "parts": parts, "lengths": flat}
 
 
-def over(problem: Problem, name: str, axes: str) -> Operand | None:
+def expand_axes(problem: Problem, name: str, axes: str) -> Operand | None:
     """An argument as an operand with the extents of `axes`: axes of length 1 are spread, and so is a first axis that it lacks.
     None if it is not given. ValueError: it has another shape."""
     operand = problem[name]
@@ -408,10 +418,10 @@ def over(problem: Problem, name: str, axes: str) -> Operand | None:
     if any(have not in (1, want) for have, want in zip(shape, extents)):
         wanted = ", ".join(f"{want} or 1" if want > 1 and a in "UWXY" else f"{want}" for a, want in zip(lettered, extents))
         raise ValueError(f"{name}: must have the shape ({wanted}): {name}.shape={form.shape}")
-    return spread(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
+    return broadcast(operand._replace(form=form._replace(shape=shape, strides=strides)), extents)
 
 
-def spread(operand: Operand, extents: tuple[int, ...]) -> Operand:
+def broadcast(operand: Operand, extents: tuple[int, ...]) -> Operand:
     """The operand with these extents. Along axes of length 1 its one element is repeated."""
     form = operand.form
     strides = tuple(0 if have == 1 else stride for have, stride in zip(form.shape, form.strides))

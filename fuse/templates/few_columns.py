@@ -1,7 +1,7 @@
-"""Products of many rows and few columns, up to 32: x comes at memory speed, and its products are no work worth mentioning.
+"""Products of many rows and few columns, up to 32: x is read at memory speed, and the products take no time beside that.
 
-A block has 32 rows, and eight warps, each with 16 of them and a share of every tile's columns, whose sums meet at the end: 4096
-rows fill 128 multiprocessors. few_columns.jinja is the kernel."""
+A block has 32 rows and eight warps. A warp has 16 rows and a part of every tile's columns, and the warps' sums are added at the
+end: 4096 rows fill 128 multiprocessors. few_columns.jinja is the kernel."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..axes import Axis
-from ..module import DTYPES, KernelText, rendered
+from ..module import DTYPES, KernelText, render
 from ..names import array
 from ..terms import Term
 from .few_rows import MOST_ROWS
 from .many_rows import ManyRows, ManyRowsSchedule
-from .product_text import ProductWriter, reading
+from .product_text import ProductWriter, read_expression
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,11 +36,10 @@ class FewColumns(ManyRows):
             )
 
     def schedule_at(self, known: Mapping[Axis, Any]) -> ManyRowsSchedule:
-        """See ManyRows. Its tiles are the same for all lengths."""
         return super().schedule_at({})
 
     @property
-    def fixed(self) -> dict[Axis, int]:
+    def fixed_extents(self) -> dict[Axis, int]:
         """The axes whose extents are in the kernel's text."""
         return {self.root.axes[1].root: self.columns} if self.root.axes[1] else {}
 
@@ -49,25 +48,24 @@ class FewColumns(ManyRows):
 
     def describe(self) -> str:
         """What it does, in words."""
-        return ", ".join([f"a product of {self.columns} columns, at the speed at which {self.x} comes", *self.riding])
+        return ", ".join([f"a product of {self.columns} columns that reads {self.x} at memory speed", *self.fused_work])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:
-        """See RowMap.text."""
         ((product, weight),) = self.products.items()
         x, w, y = parameters[self.x], parameters[weight.array], parameters[self.root]
         words = ProductWriter(
             self, parameters, local_names, ("acc", "at", "row", "me", "warp", "band", "share", "own", "place")
         )
         place = "row_index(ACC.col_vec) + at", "col_index(ACC.row_vec)"
-        epilogue, written = words.epilogue({product: "acc"}, lambda y, its: reading(y, its, "ACC", "at", "0"), *place)
+        epilogue, written = words.epilogue({product: "acc"}, lambda y, its: read_expression(y, its, "ACC", "at", "0"), *place)
         arrays = [(array(x), f"tensor({x}, X)"), (array(w), f"tensor({w}, W)")]
-        arrays += [(array(parameters[one]), parameters[one]) for one in (*self.others, self.root)]
-        arrays += words.kept.arguments if words.kept else []
-        gaps = {
+        arrays += [(array(parameters[one]), parameters[one]) for one in (*self.epilogue_inputs, self.root)]
+        arrays += words.selection.arguments if words.selection else []
+        template_gaps = {
             "columns": -(-self.columns // 16) * 16, "dtype": DTYPES[self.dtype], "transposed": weight.transposed, "x": array(x),
             "w": array(w), "y": array(y), "epilogue": epilogue, "written": written, "bounds": "THREADS, 1",
             "arguments": [*arrays, ("steps", f"-(-{x}.shape[1] // X.cols)"), *words.lengths,
                           *((parameters[n],) * 2 for n in self.numbers)],
             "before": [], "launch": f"-(-{x}.shape[0] // X.rows), THREADS, shared=smem, early=True",
         }  # fmt: skip
-        return rendered("few_columns.jinja", gaps)
+        return render("few_columns.jinja", template_gaps)

@@ -20,7 +20,7 @@ import numpy as np
 from tiles import layout, ptx
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32, tf32
-from tiles.interpreter import here, span
+from tiles.interpreter import current_warp, span
 from tiles.numba_types import void
 from tiles.op import lowers, op
 from tiles.types import pending, rt
@@ -35,7 +35,7 @@ ROWS = 64  # of a warpgroup's tile
 
 def _meaning(name, acc, a, b):
     """Issue the product `name`, computed when it is waited for: what it reads is in use until then."""
-    transposed, warp, from_shared = transposed_in(name), here(), not hasattr(a, "array")
+    transposed, warp, from_shared = transposed_in(name), current_warp(), not hasattr(a, "array")
     tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
     if isinstance(acc, PendingTile):
         warp.hand_on(acc)
@@ -174,7 +174,7 @@ for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtB
 def wait(tile=None, newer=0):
     """The tile that a pending one promises. It waits for all mmas of this warpgroup except the `newer` newest. Without a tile
     it only waits: what those mmas read from shared memory may then be released."""
-    return here().complete(tile, newer)
+    return current_warp().complete(tile, newer)
 
 
 @lowers(wait)

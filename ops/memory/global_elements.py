@@ -9,7 +9,7 @@ import numpy as np
 
 from tiles.builder import f32, i32, i64
 from tiles.dtypes import fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.numba_names import types
 from tiles.numba_types import CAPTURED, SCALARS
 from tiles.op import integer, lowers, op
@@ -35,7 +35,7 @@ def window(array, spec, at, rows, cols):
         elif 0 <= start < size:
             index.append(start)
         else:
-            raise here().hazard(f"index {at} is out of range for an array of shape {array.shape}")
+            raise current_warp().hazard(f"index {at} is out of range for an array of shape {array.shape}")
     view = np.asarray(array)[tuple(index)]
     return view.T if len(axes) == 2 and axes[0] > axes[1] else view, tuple(part)
 

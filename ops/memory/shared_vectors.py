@@ -12,7 +12,7 @@ import numpy as np
 from tiles import ptx
 from tiles.builder import f32, i32, struct
 from tiles.dtypes import fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import QUAD
 from tiles.numba_names import types
 from tiles.op import integer, lowers, op
@@ -109,8 +109,8 @@ def lower_store(vector, spec, first_row):
 def load_row(tile, spec, row):
     """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it."""
     if not 0 <= row < tile.rows:
-        raise here().hazard(f"row {row} lies outside {tile.spec}")
-    return here().read(tile, range(row, row + 1)).astype(np.float32)
+        raise current_warp().hazard(f"row {row} lies outside {tile.spec}")
+    return current_warp().read(tile, range(row, row + 1)).astype(np.float32)
 
 
 @lowers(load_row)
@@ -136,7 +136,7 @@ def _(tile, spec: type, row):
 @op
 def last_element(vector):
     """The last element of a shared vector, as a number."""
-    return here().read(vector, fence=False)[-1]
+    return current_warp().read(vector, fence=False)[-1]
 
 
 @lowers(last_element)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tiles.builder import i64
 from tiles.dtypes import DTYPES, bf16, fp16
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.interpreter.accesses import READ
 from tiles.numba_names import types
 from tiles.numba_types import SCALARS, void
@@ -98,7 +98,7 @@ def load_pages(pool, spec, found, at, last):
     """The fp8 tile of type `spec`, rt(16, n), as load_unordered(aligned=True) would give it, from rows in pages. pool: an
     array (page, row, ..., column). found: the pages, by ops.look_up for st(16, n, dtype, 64). at:
     (the tile's first row, ..., column), as if there were no pages. Rows from `last` on are 0."""
-    warp = here()
+    warp = current_warp()
     if why := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
         raise warp.hazard(f"load_pages: {why}")
     warp.touches(pool, READ)
@@ -110,7 +110,7 @@ def load_pages(pool, spec, found, at, last):
 def store_widened(tile, value):
     """tile[:] = value, with its columns in their own order again. tile: st(16, n) of 2 bytes an element. value: rt(16, n) of
     fp8, as load_unordered and load_pages give it, n a multiple of 64."""
-    here().write(tile, value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))])
+    current_warp().write(tile, value.array[:, np.argsort(quad_exchange.order(value.spec, value.dtype))])
 
 
 def _fits(spec, held):

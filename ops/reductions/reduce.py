@@ -20,7 +20,7 @@ import numpy as np
 from tiles import ptx
 from tiles.builder import f32, i32
 from tiles.dtypes import OPERANDS, fp32
-from tiles.interpreter import here
+from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
 from tiles.op import lowers, op
@@ -39,7 +39,7 @@ FOLDS = {"max": (np.fmax, fmax), "min": (np.fmin, fmin), "sum": (np.add, fadd), 
 
 def _elements(x):
     """What a tile or vector holds, in fp32; a shared tile's elements are read."""
-    return (here().read(x) if isinstance(x, SharedTile) else x.array).astype(np.float32)
+    return (current_warp().read(x) if isinstance(x, SharedTile) else x.array).astype(np.float32)
 
 
 def _reduced(kind, tile, axis, running=None):

@@ -50,5 +50,5 @@ def test_what_no_template_computes():
         found = function(*given)
         assert isinstance(found, jax.Array) and found.dtype == jnp.bfloat16
         assert jnp.abs(found - want).max() <= 2**-8 * jnp.abs(want).max()
-        with pytest.raises(TypeError, match="under jax.jit it must be one: call it outside, or say it with jax.numpy"):
+        with pytest.raises(TypeError, match="under jax.jit it must be one: call it outside, or write it with jax.numpy"):
             jax.jit(function)(*given)

@@ -20,7 +20,7 @@ from references import compare
 import attention
 import fuse
 from fuse import inspect, operators
-from fuse.candidates import chosen
+from fuse.candidates import generate_module
 from fuse.classes import BATCH, EXACT, KEY_AXIS, ROWS, SPLIT_KEY_AXIS, last_alike_rows, representative
 from fuse.cost import card
 from fuse.trace import Shape
@@ -78,13 +78,13 @@ def gpu(monkeypatch):
         noted.slow = collections.Counter()
 
         def count(name, function):
-            def counted(*given, **named):
+            def counted(*given, **options):
                 noted.slow[name] += 1
-                return function(*given, **named)
+                return function(*given, **options)
 
             monkeypatch.setattr(name, counted)
 
-        for name in ("fuse.trace._run", "fuse.candidates.place.Search", "fuse.candidates.module.assemble"):
+        for name in ("fuse.trace._trace_with_rows", "fuse.candidates.place.PlanSearch", "fuse.candidates.module.assemble"):
             count(name, eval(name, {"fuse": fuse, **sys.modules}))
         count("tiles.program.Program._planned", programs.Program._planned)
         yield noted
@@ -100,8 +100,8 @@ def arrays_of(name, rows, gradient=False, wide=True):
     if gradient:
         every += [((), "float32")] * (len(operator.names) - len(every))
         every += [(x.extents, "bfloat16") for x in operator._trace(tuple(Shape(*one) for one in every)).roots]
-    places = itertools.count(MEMORY, ROOM)
-    return [Tensor(next(places), c_ordered(*one, 0)) if one[0] else 0.5 for one in every]
+    addresses = itertools.count(MEMORY, ROOM)
+    return [Tensor(next(addresses), c_ordered(*one, 0)) if one[0] else 0.5 for one in every]
 
 
 CASES = [(name, False) for name in SHAPES] + [(name, True) for name in GRADIENTS]
@@ -147,7 +147,7 @@ def test_few_kernels_for_all_rows(name):
             found, (best, *_) = operator._rank_plans(tuple(shapes), None)
             key = best.identity, tuple(getattr(kernel, "schedule", None) for kernel in best.plan.kernels)
             if key not in known or n < 4096:
-                made = chosen(operator.name, found, best)
+                made = generate_module(operator.name, found, best)
                 assert known.setdefault(key, made.text) == made.text
                 for label, code in made.code:
                     kernels[label].add(code)
@@ -185,11 +185,11 @@ def calls_in(call):
     """How many functions of the library a call calls."""
     count = 0
 
-    def seen(frame, event, _):
+    def profile(frame, event, _):
         nonlocal count
         count += event == "call" and "/tests/" not in frame.f_code.co_filename
 
-    sys.setprofile(seen)
+    sys.setprofile(profile)
     try:
         call()
     finally:

@@ -77,7 +77,7 @@ SERVED = {  # by kernels: a definition, the shapes of its arguments
 BY_PARTS = {  # what no kernel computes, or not of arrays that lie so
     "split": (lambda x: fuse.split_heads(x, 4) * 2.0, [(32, 256)]),
     "a split product": (lambda x, w: fuse.silu(fuse.split_heads(x @ w, 4)), [(32, 64), (64, 256)]),
-    "merged": (lambda q, w: fuse.merge_heads(q) @ w, [(2, 40, 64), (128, 32)]),
+    "merge_heads": (lambda q, w: fuse.merge_heads(q) @ w, [(2, 40, 64), (128, 32)]),
     "side by side": (lambda x: fuse.concatenate([x, x]) * 2.0, [(5, 64)]),
     "three side by side": (lambda x, y: fuse.concatenate([x, y, x]), [(5, 64), (5, 64)]),
     "products side by side": (lambda x, w, v: fuse.concatenate([x @ w, x @ v]), [(5, 64), (64, 32), (64, 32)]),

@@ -8,7 +8,7 @@ from references import compare
 import fuse
 import fuse.operators as operators
 from fuse import inspect, module, tune
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import card
 from tiles import bf16, fp16
 
@@ -16,7 +16,7 @@ from tiles import bf16, fp16
 def written(operator, arrays):
     """What the best module writes: results, and what its kernels leave each other."""
     found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
-    made = chosen(operator.name, found, candidates(found, card(None))[0])
+    made = generate_module(operator.name, found, candidates(found, card(None))[0])
     return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in made.written]
 
 
@@ -62,7 +62,7 @@ def test_text_at_real_lengths(name, gradient):
         pytest.skip("its gradient is that of its parts")
     case = inspect.Case(name, 4096, gradient=gradient)
     found = case.operator._trace(inspect.shapes(case))
-    lines = chosen(name, found, candidates(found, card(None))[0]).text.splitlines()
+    lines = generate_module(name, found, candidates(found, card(None))[0]).text.splitlines()
     assert len(lines) <= 80 * sum("@cuda.jit" in line for line in lines) and max(map(len, lines)) <= module.WIDTH
 
 
@@ -87,7 +87,7 @@ def test_every_candidate(rows):
     defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
     found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
     for one in candidates(found, card(None))[: tune.FEW]:
-        made, space = chosen(operator.name, found, one), {}
+        made, space = generate_module(operator.name, found, one), {}
         exec(made.text, space)
         written = [np.empty(x.extents, bf16.np) for x in made.written]
         space["launch"](*arrays, *defaults, *written)

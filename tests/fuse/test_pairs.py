@@ -10,7 +10,7 @@ from references import compare
 import fuse
 from fuse import operators
 from fuse.cost import H200
-from fuse.templates.many_rows import LONE, schedule
+from fuse.templates.many_rows import LONE, choose_schedule
 
 SHAPES = {  # of each operator's arguments; of turned ones the weights lie as torch has them
     "gated_mlp": ((200, 72), (72, 136), (72, 136)),
@@ -35,9 +35,12 @@ def test_results(case, monkeypatch):
 
 def test_when():
     """Where there are several waves, and hardly a block has no peer; not where no tile leaves."""
-    assert schedule(4096, 6144, 1, 132).blocks == 2 and schedule(512, 6144, 1, 132).blocks == 1
-    assert schedule(128 * (LONE - 1), 6144, 1, 132).blocks == 1 and schedule(128 * (LONE + 1), 6144, 1, 132).blocks == 2
-    assert schedule(4096, 6144, 1, 132, pairs=False).blocks == 1
+    assert choose_schedule(4096, 6144, 1, 132).blocks == 2 and choose_schedule(512, 6144, 1, 132).blocks == 1
+    assert (
+        choose_schedule(128 * (LONE - 1), 6144, 1, 132).blocks == 1
+        and choose_schedule(128 * (LONE + 1), 6144, 1, 132).blocks == 2
+    )
+    assert choose_schedule(4096, 6144, 1, 132, pairs=False).blocks == 1
 
 
 @pytest.mark.gpu

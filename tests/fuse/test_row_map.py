@@ -101,17 +101,17 @@ LINES = [(512, "right"), (544, "right"), (768, "lower"), (1024, ""), (1040, "rig
 
 
 @pytest.mark.parametrize(("columns", "filled"), LINES)
-def test_rows_of_whole_lines(columns, fill_lengths):
+def test_rows_of_whole_lines(columns, filled):
     """Columns may come in any order; beyond a row's end lines are cut off, where tiles are not as wide as rows. Then a module
     that is kept takes no others."""
     rng = np.random.default_rng(0)
     arrays = [sample(rng, kind, 5, columns, bf16) for kind in "xxgg"]
     text = layer_norm.source(*arrays)
     fills = [side for side in ("lower", "right") if f"{side}_fill(" in text]
-    assert "".join(fills) == fill_lengths and ("load_unordered(" in text) == (fill_lengths != "right")
+    assert "".join(fills) == filled and ("load_unordered(" in text) == (filled != "right")
     compare(layer_norm, arrays, layer_norm.run(*arrays))
     assert layer_norm.proof(*arrays).holds
-    if not fill_lengths:
+    if not filled:
         space: dict = {}
         exec(text, space)
         others = [sample(rng, kind, 5, columns // 2, bf16) for kind in "xxggxx"]
@@ -126,7 +126,7 @@ def test_names_are_those_of_the_definition():
 
 
 @pytest.mark.parametrize(
-    ("definition", "says"),
+    ("definition", "description"),
     [
         (lambda x: np.sin(x), "in line .*np.sin.*; it is written with operators and fuse's abs"),
         (lambda x: x**1.5, "the powers 2 to 8, got 1.5; .*; in line .*x\\*\\*1.5"),
@@ -138,9 +138,9 @@ def test_names_are_those_of_the_definition():
         (lambda x: x[0], "not indexed.*; in line"),
     ],
 )
-def test_what_the_language_has_not(definition, says):
+def test_what_the_language_has_not(definition, description):
     """A TypeError, with the line."""
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=description):
         fuse.kernel(definition)(np.ones((3, 4), np.float32))
 
 

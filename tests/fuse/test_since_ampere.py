@@ -10,7 +10,7 @@ from references import compare
 
 import fuse
 from fuse import inspect, module, operators, proof
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import H200, card_of
 from fuse.templates import since_ampere
 from fuse.templates.since_ampere import SinceAmpere
@@ -46,11 +46,11 @@ def test_text_and_proof(name):
     operator = getattr(operators, name)
     found = operator.trace(operator._arguments(sample(name, 17, bf16)))
     best = candidates(found, A100)[0]
-    text = chosen(name, found, best).text
+    text = generate_module(name, found, best).text
     assert any(isinstance(kernel, SinceAmpere) for kernel in best.plan.kernels)
     assert not any(word in text for word in ("tensor", "warpgroup", "cluster"))
     assert len(text.splitlines()) <= 80 * text.count("@cuda.jit") and max(map(len, text.splitlines())) <= module.WIDTH
-    run = proof.checked(name, found, best)
+    run = proof.check_kernels(name, found, best)
     assert run.passed, run
 
 
@@ -143,7 +143,7 @@ def test_modules_have_all_names(arch):
         if case.rows in (1, 4096) and not case.transposed:
             operator = getattr(operators, case.name)
             found = operator._trace(inspect.shapes(case))
-            made = module.load(chosen(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
+            made = module.load(generate_module(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
             functions = [getattr(x, "py_func", x) for x in vars(made).values()]
             codes = [x.__code__ for x in functions if getattr(x, "__globals__", None) is vars(made)]
             asked = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
@@ -160,4 +160,4 @@ def test_a_maximum_of_rows_comes_from_memory(without_wgmma):
     """Sums alone ride along k, here and where there is wgmma."""
     kernel, arrays = fuse.kernel(lambda x, w: (x @ w) * fuse.max(x) + fuse.sum(x)), (normal(5, 72), normal(72, 40))
     compare(kernel, arrays, kernel.run(*arrays))
-    assert "sum(x) rides along" in kernel.explain(*arrays)
+    assert "sum(x) alongside" in kernel.explain(*arrays)

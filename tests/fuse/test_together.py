@@ -6,7 +6,7 @@ from operator_cases import A100, normal
 from references import compare
 
 import fuse
-from fuse.candidates import candidates, chosen
+from fuse.candidates import candidates, generate_module
 from fuse.cost import H200, card
 from fuse.inspect import Case, shapes
 from fuse.trace import Shape
@@ -78,7 +78,7 @@ def test_other_products_do_not_leave_with_them():
     """One kernel's tiles are of one shape: results of other columns are other kernels'."""
     kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a), fuse.relu(x @ b)))
     found = kernel._trace(tuple(Shape(s, "bfloat16") for s in ((128, 64), (64, 128), (64, 256))))
-    assert chosen(kernel.name, found, candidates(found, H200)[0]).text.count("@cuda.jit") == 2
+    assert generate_module(kernel.name, found, candidates(found, H200)[0]).text.count("@cuda.jit") == 2
 
 
 @pytest.mark.gpu

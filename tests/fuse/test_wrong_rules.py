@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fuse
-from fuse import candidates, float_check, graph, identity, prime_fields, proof, rules, terms
+from fuse import candidates, float_check, graph, identity, prime_fields, proof, rules, term_operations, terms
 from fuse.cost import card
 from fuse.functions import MAPS
 from fuse.rules import Rule
@@ -30,7 +30,7 @@ def answers(function, shapes, rule):
     found = trace(function, *shapes, dtype="float32")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "MOST", 3)
-        forms = rules.equal(found.roots, found.table, [rule])[1:]
+        forms = rules.equivalent_forms(found.roots, found.table, [rule])[1:]
     assert forms, "the rule says nothing of its definition"
     declared = [rule.loses] if rule.loses else []
     return [
@@ -127,7 +127,9 @@ def _parts(change):
     def rule(x):
         if x.operation == "sum" and x.args[0].operation == "exp" and x.args[0].args[0].operation == "sub":
             scores, shift = x.args[0].args[0].args
-            yield fuse.sum(change(*(terms.of_parts(name, scores) for name in ("sum_of_parts", "max_of_parts")), shift))
+            yield fuse.sum(
+                change(*(term_operations.reduce_parts(name, scores) for name in ("sum_of_parts", "max_of_parts")), shift)
+            )
 
     return rule
 
@@ -169,8 +171,12 @@ PLACES = {
     "a mean is a sum": (norm, (X, VECTOR), of("div", lambda a, b: a if b.operation == "length" else None)),
     "a mean is over eight": (lambda x: fuse.mean(x), (X,), of("div", lambda a, b: a / 8.0)),
     "the other axis's length": (mean, (SQUARE,), of("div", lambda a, b: a / terms.length(fuse.transpose(a.args[0])))),
-    "a sum over the other axis": (centred, (SQUARE,), of("sum", lambda x: fuse.transpose(terms.total_along(x, (-2,))))),
-    "a sum of all rows": (centred, (X,), of("sum", lambda x: terms.total_along(x, (-2, -1)) + fuse.max(x) * 0.0)),
+    "a sum over the other axis": (
+        centred,
+        (SQUARE,),
+        of("sum", lambda x: fuse.transpose(term_operations.total_along(x, (-2,)))),
+    ),
+    "a sum of all rows": (centred, (X,), of("sum", lambda x: term_operations.total_along(x, (-2, -1)) + fuse.max(x) * 0.0)),
     "a sum of squares is a square": (norm, (X, VECTOR), of("sum", two("mul", lambda a, b: fuse.sum(a) * fuse.sum(b)))),
     "a scale of columns leaves a product": (
         norm_linear,
@@ -232,7 +238,7 @@ PARTS = {
     "a log of a sum of exponentials without its maximum": (loss, (X,), _naive_lse),
     "parts are not rescaled": (loss, (X,), _parts(lambda sums, maxima, shift: sums)),
     "parts are rescaled the other way": (loss, (X,), _parts(lambda sums, maxima, shift: sums * fuse.exp(shift - maxima))),
-    "the greatest part is all": (loss, (X,), of("sum", lambda e: terms.of_parts("sum_of_parts", e.args[0]))),
+    "the greatest part is all": (loss, (X,), of("sum", lambda e: term_operations.reduce_parts("sum_of_parts", e.args[0]))),
 }
 REFUSED = CONSTANTS | PLACES | PRODUCTS | FUNCTIONS | PARTS
 LOSES = {  # right in the field of numbers, and not in floats: (definition, shapes, rule, a place that is named)
@@ -308,9 +314,9 @@ def test_the_proof_of_a_kernel_by_a_wrong_rule_does_not_hold(name, monkeypatch):
     wrong = [one for one in candidates.candidates(found, card(None)) if one.rules]
     candidates.candidates.cache_clear()
     assert wrong
-    known = proof.proven(name, found, wrong[0])
+    known = proof.prove(name, found, wrong[0])
     assert not known.holds and ("NOT the definition" in str(known) or "NO rule declares" in str(known))
-    assert proof.proven(name, found, wrong[0]._replace(roots=found.roots, rules=())).identity.equal
+    assert proof.prove(name, found, wrong[0]._replace(roots=found.roots, rules=())).identity.equal
 
 
 # ---- what the proof says of itself -----------------------------------------------------------------------------------
@@ -379,7 +385,7 @@ def test_the_bound_is_no_lie(monkeypatch):
     monkeypatch.setattr(prime_fields, "BITS", 8)
     monkeypatch.setattr(identity, "BITS", 8)
     monkeypatch.setattr(identity, "TRIES", 1)
-    x = terms.source("x", (), "float32")
+    x = terms.input_term("x", (), "float32")
     one, other = x * x, x * x + math.prod((x - float(n) for n in range(12)), start=1.0)
     tests = [identity.identity([one], [other], seed, points=1) for seed in range(600)]
     assert 0 < sum(test.equal for test in tests) / len(tests) <= tests[0].bound < 1

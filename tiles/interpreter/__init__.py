@@ -42,7 +42,7 @@ from .barriers import Mbarrier, NamedBarrier
 from .block import Block
 from .cluster import Cluster, RecordingCluster, seeded
 from .hazard import KINDS, Hazard
-from .language import Bounded, getcurrent, here, rebind
+from .language import Bounded, current_warp, getcurrent, rebind
 from .processes import run_all
 from .progress import Progress
 from .record import Arrived, Did, Feeds, Issued, Started, Touched, Waited, note, record, recording
@@ -66,9 +66,9 @@ __all__ = [
     "Started",
     "Touched",
     "Waited",
+    "current_warp",
     "deeds",
     "hazard_line",
-    "here",
     "interpret",
     "note",
     "record",

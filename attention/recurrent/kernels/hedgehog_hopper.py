@@ -167,10 +167,10 @@ def make(config: Config):
                     warpgroup.store(z_down, sums_down)
         else:
             warpgroup.claim_registers(output_registers)
-            left, right = zeros(STATE), zeros(STATE)
+            s_t_0, s_t_1 = zeros(STATE), zeros(STATE)
             for j in range(n):
-                warpgroup.store(subtile(state, CHUNK, 0), left)
-                warpgroup.store(subtile(state, CHUNK, 1), right)
+                warpgroup.store(subtile(state, CHUNK, 0), s_t_0)
+                warpgroup.store(subtile(state, CHUNK, 1), s_t_1)
                 warpgroup.sync()
                 values, old_values = v.wait(j), v.wait(max(j - 1, 0))
                 seq_layout.zero_other_rows(values, seq.remaining(j))
@@ -179,9 +179,9 @@ def make(config: Config):
                 o = warpgroup.mma_ABt(o, q_features.wait(j), state)
                 if j > 0:
                     f = k_features.wait(j - 1)
-                    left = warpgroup.mma_AtB(left, subtile(old_values, CHUNK, 0, HALF, 0), f)
-                    right = warpgroup.mma_AtB(right, subtile(old_values, CHUNK, 0, HALF, 1), f)
-                    left, right = warpgroup.wait(left), warpgroup.wait(right)
+                    s_t_0 = warpgroup.mma_AtB(s_t_0, subtile(old_values, CHUNK, 0, HALF, 0), f)
+                    s_t_1 = warpgroup.mma_AtB(s_t_1, subtile(old_values, CHUNK, 0, HALF, 1), f)
+                    s_t_0, s_t_1 = warpgroup.wait(s_t_0), warpgroup.wait(s_t_1)
                     k_features.release(j - 1)
                     v.release(j - 1)
                 o = warpgroup.wait(o)

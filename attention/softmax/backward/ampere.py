@@ -265,8 +265,8 @@ def make(config: Config):
         head_group, split = divmod(dkv_head, splits)
         seq, key, warp = sequences.sequence(batch, params), int32(KV * number), warp_index()
         if sequences.packed and warp < KEY_TILES:
-            exist, row = sequences.padding_keys(key, batch, KV, params)
-            if exist:
+            has_padding, row = sequences.padding_keys(key, batch, KV, params)
+            if has_padding:
                 at_keys = int32(0), int32(row + WARP_KEYS * warp), dkv_head, 0
                 result.store(gDK, zeros(DK), at_keys, VECTOR_BYTES)
                 result.store(gDV, zeros(DV), at_keys, VECTOR_BYTES)

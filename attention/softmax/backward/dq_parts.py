@@ -67,13 +67,13 @@ class RowParts:
         return rt(WARP_ROWS, self.part_columns, fp32)
 
     @inlined
-    def load(self, gDQAccum, batch_head, tile, n):
+    def load_sums(self, gDQAccum, batch_head, tile, n):
         """Warp tile n of the sums of a query tile."""
         row = self.sum_rows * tile + WARP_ROWS * self.part_columns // TMA_COLUMNS * n
         return load_held(gDQAccum, self.warp_tile, (batch_head, int32(row), 0), QUAD)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, n, result):
+    def store_dq(self, gDQ, x, batch, row, head, n, result):
         """Store x, warp tile n of a query tile whose first row is `row`, in dQ. result: see results.py."""
         result.store(gDQ, x, (batch, row + WARP_ROWS * n, head, 0), True)
 
@@ -94,7 +94,7 @@ class ColumnParts(RowParts):
         return warpgroup.mm_AtBt(part_of(k, self.keys, 0, ROWS, n), ds)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, n, result):
+    def store_dq(self, gDQ, x, batch, row, head, n, result):
         result.store(gDQ, transpose(result.dtype(x)), (batch, row, head, WARP_ROWS * n), True)
 
 
@@ -142,11 +142,11 @@ class WarpParts(RowParts):
         return rt(WARP_ROWS, PANEL, fp32)
 
     @inlined
-    def load(self, gDQAccum, batch_head, tile, n):
+    def load_sums(self, gDQAccum, batch_head, tile, n):
         return load_held(gDQAccum, self.warp_tile, self.sum_index(batch_head, tile, n), self.elements_per_add)
 
     @inlined
-    def finish(self, gDQ, x, batch, row, head, n, result):
+    def store_dq(self, gDQ, x, batch, row, head, n, result):
         down, right = divmod(n, self.columns // PANEL)
         result.store(gDQ, x, (batch, row + WARP_ROWS * down, head, PANEL * right), self.vector_bytes)
 
@@ -165,7 +165,7 @@ class DirectParts(WarpParts):
     @inlined
     def add(self, gDQ, part, batch_head, tile, n, unit):
         batch, head = divmod(batch_head, int32(gDQ.shape[2]))
-        self.finish(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
+        self.store_dq(gDQ, part * unit, batch, int32(self.queries * tile), head, n, self.result)
 
 
 def parts_of(queries: int, keys: int, columns: int, dtype: dtype, consumers: int) -> RowParts:

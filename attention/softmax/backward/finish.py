@@ -62,7 +62,7 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    parts, BANDS, QUERIES, result = config.parts, config.parts.warp_tiles, config.parts.queries, config.result
+    parts, WARP_TILES, QUERIES, result = config.parts, config.parts.warp_tiles, config.parts.queries, config.result
     sequences, PARAMS, OUT, PDL = config.sequences, config.params, config.result.dtype, config.overlaps_previous
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -73,17 +73,17 @@ def make(config: Config):
         batch_head, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find_tile(tile, batch_head, heads, params)
         if sequences.packed:
-            exist, row = sequences.padding_rows(block, batch, params)
-            if exist:
-                for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                    parts.finish(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
+            has_padding, row = sequences.padding_rows(block, batch, params)
+            if has_padding:
+                for n in range(cuda.threadIdx.x // LANES, WARP_TILES, WARPS):
+                    parts.store_dq(gDQ, zeros(parts.warp_tile), int32(0), row, head, int32(n), result)
         if sequences.has_tile(block, batch, params):
             seq = sequences.sequence(batch, params)
             row = int32(seq.offset_q + QUERIES * block)
             if sequences.packed:
                 gDQ = truncate(gDQ, 1, seq.offset_q + seq.seqlen_q)
-            for n in range(cuda.threadIdx.x // LANES, BANDS, WARPS):
-                x = parts.load(gDQAccum, batch_head, tile, int32(n)) * unit
-                parts.finish(gDQ, x, seq.batch, row, head, int32(n), result)
+            for n in range(cuda.threadIdx.x // LANES, WARP_TILES, WARPS):
+                x = parts.load_sums(gDQAccum, batch_head, tile, int32(n)) * unit
+                parts.store_dq(gDQ, x, seq.batch, row, head, int32(n), result)
 
     return finish, None

@@ -98,7 +98,7 @@ def make(config: Config):
     SCORES, slope_gradient, SLOPE_WARPS = rt(16, ROWS, fp32), config.slope_gradient, config.slope_warps
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     smem = hopper_pipeline.memory(config)
-    load_tiles, add_dq = hopper_pipeline.make_load(config, ahead=True), hopper_pipeline.make_add_dq(config)
+    load_tiles, add_dq = hopper_pipeline.make_load(config, extra_tile=True), hopper_pipeline.make_add_dq(config)
 
     @inlined
     def columns(tile, cols, n):
@@ -188,8 +188,8 @@ def make(config: Config):
         head_group, split = divmod(dkv_head, splits)
         seq, key = sequences.sequence(batch, params), int32(KV * block)
         if sequences.packed and wg < CONSUMERS:
-            exist, row = sequences.padding_keys(key, batch, KV, params)
-            if exist:
+            has_padding, row = sequences.padding_keys(key, batch, KV, params)
+            if has_padding:
                 at_keys = int32(0), int32(row + EACH * (wg // PER_KEY)), dkv_head
                 result.store_warpgroup(gDK, zeros(DK), (*at_keys, K_COLS * (wg % PER_KEY)))
                 result.store_warpgroup(gDV, zeros(DV), (*at_keys, V_COLS * (wg % PER_KEY)))

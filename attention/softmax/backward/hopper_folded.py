@@ -94,8 +94,8 @@ def make(config: Config):
         ds_ring.release(j)
         warpgroup.store_held(dq_ring.claim(PARTS * j + wg), part)
 
-    def make_step(later):
-        """The step from one query tile to the next. Every step but the first (`later`) also computes a part of dQ."""
+    def make_step(with_dq):
+        """The step from one query tile to the next. Every step but the first also computes a part of dQ (`with_dq`)."""
 
         @inlined
         def step(j, ds, dk, dv, masked, rings, kv, wg, ctx, key, scale):
@@ -103,19 +103,19 @@ def make(config: Config):
             k_rows, v_rows, k = kv
             s = warpgroup.mm_ABt(k_rows, q.wait(j + 1))
             dk = warpgroup.mma_AB(dk, ds, q.wait(j))
-            if later:
+            if with_dq:
                 part = parts.start_dq(wg, ds_ring.wait(j - 1), k.wait(0))
-            s = warpgroup.wait(s, newer=2 if later else 1)
+            s = warpgroup.wait(s, newer=2 if with_dq else 1)
             warp_key = int32(key + EACH * wg + S.cols * warpgroup.rank())  # computed anew, to save registers
             p = compute_p(j + 1, s, masked, rings, wg, ctx, warp_key, scale)
-            if later:
+            if with_dq:
                 part = warpgroup.wait(part)
             dk = warpgroup.wait(dk)
             q.release(j)
-            if later:
+            if with_dq:
                 store_dq(j - 1, part, rings, wg)
             ds, dv = compute_ds(j + 1, p, dv, v_rows, rings, wg)
-            if later:
+            if with_dq:
                 dq_ring.publish(PARTS * (j - 1) + wg, True)
             dv = warpgroup.wait(dv)
             do.release(j + 1)

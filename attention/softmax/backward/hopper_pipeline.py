@@ -74,10 +74,10 @@ def memory(config: Config):
     )
 
 
-def make_load(config: Config, ahead: bool = False):
-    """The device function of the producer's LOAD_WARP. ahead: do consumers wait for one query tile more than there are, and for
-    keys and values that no query sees?"""
-    KV, ROWS, AHEAD = config.kv, config.rows, ahead
+def make_load(config: Config, extra_tile: bool = False):
+    """The device function of the producer's LOAD_WARP. extra_tile: do consumers wait for one query tile more than there are,
+    and for keys and values that no query sees?"""
+    KV, ROWS, EXTRA_TILE = config.kv, config.rows, extra_tile
     tiling, order, sequences, bias_tiles = config.tiling, config.order, config.sequences, config.bias_tiles
 
     @inlined
@@ -89,21 +89,21 @@ def make_load(config: Config, ahead: bool = False):
         k, v, q, do, lse_delta, bias = rings
         tiles, head, place = int32(group * q_tiles.n), int32(ctx.head), order.first_visited(q_tiles)
         at_keys = seq.batch, sequences.tma_offset(seq.offset_k, block, KV), kv_head
-        if AHEAD or tiles > 0:
+        if EXTRA_TILE or tiles > 0:
             k.fill(0, gK, at_keys)
-        if AHEAD:
+        if EXTRA_TILE:
             v.fill(0, gV, at_keys)
         for j in range(tiles):
             tile = tiling.tile_at(q_tiles, place, key, ctx, group)
             begins = sequences.tma_offset(seq.offset_q, tile, ROWS)
             q.fill(j, gQ, (seq.batch, begins, head))
             bias_tiles.fill(bias, j, ctx.params, (ctx.batch, head, int32(ROWS * tile), block))
-            if j == 0 and not AHEAD:
+            if j == 0 and not EXTRA_TILE:
                 v.fill(0, gV, at_keys)
             do.fill(j, gDO, (seq.batch, begins, head))
             lse_delta.fill(j, gLseDelta, (seq.batch, head, int32(tiles_before + tile)))
             head, place = order.next_tile(q_tiles, head, place)
-        if AHEAD:
+        if EXTRA_TILE:
             q.fill(tiles, gQ, (seq.batch, 0, ctx.head))
 
     return load_tiles

@@ -6,13 +6,18 @@ from tiles.arrays import Operand
 
 from ..assembled import VariantSpec
 from ..key_block_lists import WARPS, Survey
-from ..launches import Before
+from ..launches import PreparationSteps
 from ..listed_keys import BOTH, HEAD
 from .query_lists import BuildQueryLists, RankKeyBlocks
 
 
 def launch_query_lists(
-    before: Before, spec: VariantSpec, varies: tuple[bool, bool], config: Any, args: dict[str, Any], aux: dict[str, Any]
+    before: PreparationSteps,
+    spec: VariantSpec,
+    varies: tuple[bool, bool],
+    config: Any,
+    args: dict[str, Any],
+    aux: dict[str, Any],
 ) -> dict[str, Operand]:
     """Adds launches to `before` that build the lists of query tiles of all key blocks. Returns the lists, the classes that they
     were built from, and with deterministic sums the ranks. varies: do lists differ by batch, by head? args: of the variant and

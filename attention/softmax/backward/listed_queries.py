@@ -1,4 +1,5 @@
-"""Query tiles by lists: the tiling of a key block whose query tiles a list names (listed_keys.py, seen from the keys)."""
+"""The query tiles that see a key block, read from lists (query_lists.py builds these; listed_keys.py is the same for
+forward)."""
 
 from typing import Any
 
@@ -21,8 +22,8 @@ def class_of_group(classes, batch, head, group, tile, block):
 
 
 class ListedQueryTiling(QueryTiling):
-    """A list says which tiles of queries see a block of keys: params.lists, by batch, head of keys and block. ctx.head: the
-    first of the query heads that share the head of keys."""
+    """QueryTiling in which a list says which query tiles see a key block. params.lists: by batch, key head and key block; see
+    query_lists.py. ctx.head: the first of the query heads that share the key head."""
 
     @property
     def params(self) -> dict[str, Any]:

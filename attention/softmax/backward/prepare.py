@@ -110,8 +110,8 @@ def make(config: Config):
     ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(WARP_ROWS, 64, fp32), config.params
     parts, sequences, order = config.parts, config.sequences, config.order
     COLUMNS, WARPS = config.value_dim, config.rows // WARP_ROWS
-    X, HEIGHT = (rt(WARP_ROWS, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
-    BANDS = HEIGHT // WARP_ROWS
+    X, SUM_ROWS = (rt(WARP_ROWS, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
+    ZERO_TILES = SUM_ROWS // WARP_ROWS
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def prepare(
@@ -125,7 +125,7 @@ def make(config: Config):
         batch_head, tile = divmod(cuda.blockIdx.x, blocks)
         block, batch, head = sequences.find_tile(tile, batch_head, heads, params)
         seq, warp = sequences.sequence(batch, params), int32(cuda.threadIdx.x // LANES)
-        row, to = int32(ROWS * block + WARP_ROWS * warp), int32(2 * ROWS * tile + WARP_ROWS * warp)
+        row, index = int32(ROWS * block + WARP_ROWS * warp), int32(2 * ROWS * tile + WARP_ROWS * warp)
         if sequences.packed:
             gO, gDO = truncate(gO, 1, seq.offset_q + seq.seqlen_q), truncate(gDO, 1, seq.offset_q + seq.seqlen_q)
         lse = load(gLse, PART.col_vec, (seq.batch, head, seq.offset_q + row)) * LOG2_E
@@ -138,11 +138,11 @@ def make(config: Config):
         lse = where(row_index(PART.col_vec) + row < seq.seqlen_q, lse, MASKED_LSE)
         if HAS_DLSE:
             delta = subtract_dlse(delta, lse < MASKED_LSE, PART.col_vec, (seq.batch, head, seq.offset_q + row), params)
-        store(gLseDelta, delta, (seq.batch, head, int32(to + ROWS)))
-        store(gLseDelta, lse, (seq.batch, head, to))
+        store(gLseDelta, delta, (seq.batch, head, int32(index + ROWS)))
+        store(gLseDelta, lse, (seq.batch, head, index))
         if warp == 0:
             order.init_semaphores(params, batch_head, tile)
-        for band in range(warp, BANDS, WARPS):  # BANDS is 0 if nothing needs to be cleared
-            store(gDQAccum, zeros(X), (batch_head, int32(HEIGHT * tile + WARP_ROWS * band), 0), 1, 2, True)
+        for n in range(warp, ZERO_TILES, WARPS):  # 0 if nothing needs to be cleared
+            store(gDQAccum, zeros(X), (batch_head, int32(SUM_ROWS * tile + WARP_ROWS * n), 0), 1, 2, True)
 
     return prepare, None

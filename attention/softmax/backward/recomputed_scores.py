@@ -38,8 +38,8 @@ class BiasRead:
         if self.score_and_grad is None:
             return 1.0
         else:
-            s, slope = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
-            return slope
+            s, grad = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
+            return grad
 
     @inlined
     def element(self, i, j, ctx):
@@ -59,8 +59,8 @@ class SlopeRead(BiasRead):
         if self.score_and_grad is None:
             return -distance
         else:
-            s, slope = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
-            return -distance * slope
+            s, grad = self.score_and_grad(s, ctx.batch, ctx.head, i, j, *ctx.aux)
+            return -distance * grad
 
     @inlined
     def element(self, i, j, ctx):

@@ -10,7 +10,7 @@ from tiles.schema import REAL, Problem
 
 from ..assembled import VariantSpec
 from ..call_options import AUX
-from ..launches import LOG2_E, Before
+from ..launches import LOG2_E, PreparationSteps
 from ..score_derivative import Derivatives
 from . import bias, elements, hopper_bias, recomputed_scores
 
@@ -26,28 +26,33 @@ def reads_of(problem: Problem, name: str, derivatives: Derivatives | None) -> Se
         raise ValueError(f"{name}: must be None where there is no {array}: {array}=None")
     form = problem.forms[array]
     if form.dtype not in REAL:
-        raise TypeError(f"{name}: must be None of an array that holds no real numbers: {array}.dtype={form.dtype!r}")
+        raise TypeError(f"{name}: must be None, because {array} holds no floating-point numbers: {array}.dtype={form.dtype!r}")
     if math.prod(form.shape) >= elements.MAX_ELEMENTS and array != "bias":
-        raise ValueError(f"{name}: must be None of an array of 2**24 elements or more: {array}.shape={form.shape}")
+        raise ValueError(f"{name}: must be None, because {array} has 2**24 elements or more: {array}.shape={form.shape}")
     score_and_grad = None if derivatives is None or derivatives.linear else derivatives.score_and_grad
     if array == "bias":
         return [recomputed_scores.BiasRead(score_and_grad)]
     if array == "alibi":
         return [recomputed_scores.SlopeRead(score_and_grad, len(form.shape) == 2 and form.shape[0] > 1)]
     number = int(array.removeprefix("aux"))
-    return (
-        [recomputed_scores.ElementRead(score_and_grad, x.by, x.place) for x in derivatives.reads if x.array == number]
-        if derivatives
-        else []
-    )
+    reads = derivatives.reads if derivatives else []
+    return [recomputed_scores.ElementRead(score_and_grad, x.by, x.place) for x in reads if x.array == number]
 
 
 class ScoreGradients:
-    """Adds launches to `late`, which follow the main kernel of this configuration. args: the arguments that all their kernels
-    have in common."""
+    """Adds launches to `after_main`, for after the main kernel of this configuration. args: the arguments that all their
+    kernels have in common."""
 
-    def __init__(self, problem: Problem, spec: VariantSpec, config: Any, late: Before, args: dict[str, Any], processors: int):
-        self.problem, self.spec, self.config, self.late = problem, spec, config, late
+    def __init__(
+        self,
+        problem: Problem,
+        spec: VariantSpec,
+        config: Any,
+        after_main: PreparationSteps,
+        args: dict[str, Any],
+        processors: int,
+    ):
+        self.problem, self.spec, self.config, self.after_main = problem, spec, config, after_main
         self.args, self.processors = args, processors
         self.queries, self.kv = recomputed_scores.SHAPES[config.head_dim]
         rows, heads, cols, kv_heads = problem("SHTG")
@@ -80,13 +85,17 @@ class ScoreGradients:
             tiles, blocks = -(-rows // config.rows), -(-self.problem("T")[0] // config.kv)
             dbias_tiles = batches * bias_heads * tiles * blocks
             grid = min(dbias_tiles, self.processors)
-            self.late.launch(hopper_bias, config, grid, bias_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **bias_args)
+            self.after_main.launch(
+                hopper_bias, config, grid, bias_q_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **bias_args
+            )
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
             config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
             grid = batches * bias_heads * tiles * blocks
-            self.late.launch(bias, config, grid, bias_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args)
+            self.after_main.launch(
+                bias, config, grid, bias_q_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args
+            )
 
     def work_extents(self) -> tuple[int, int, int, int]:
         """(batches, heads, query tiles, key blocks) that thread blocks go through; of packed sequences (1, heads, the query
@@ -103,14 +112,14 @@ class ScoreGradients:
         out, (batches, heads, tiles, blocks) = self.problem[name], self.work_extents()
         size, warps = math.prod(out.form.shape), self.queries // recomputed_scores.WARP_ROWS
         if not reads or not size:
-            self.late.steps += [] if self.config.accumulate else [Fill(out, 0.0)]
+            self.after_main.steps += [] if self.config.accumulate else [Fill(out, 0.0)]
             return
-        most = max(1, elements.MAX_BYTES // (4 * size * warps * len(reads)))
-        grid = min(batches * heads * tiles * blocks, elements.MAX_BLOCKS_PER_SM * self.processors, most)
-        partials = self.late.memory((len(reads) * grid * warps, size), "float32")
+        max_grid = max(1, elements.MAX_BYTES // (4 * size * warps * len(reads)))
+        grid = min(batches * heads * tiles * blocks, elements.MAX_BLOCKS_PER_SM * self.processors, max_grid)
+        partials = self.after_main.memory((len(reads) * grid * warps, size), "float32")
         for n, read in enumerate(reads):
             extents = {"batches": batches, "heads": heads, "tiles": tiles, "blocks": blocks, "first": n * grid * warps}
-            self.late.launch(
+            self.after_main.launch(
                 elements,
                 recomputed_scores.Config(**self.config_fields(read)),
                 grid,
@@ -129,4 +138,4 @@ class ScoreGradients:
             flat = out.reshape(1, size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        self.late.launch(summing, summing, -(-size // elements.COLUMNS_AT_ONCE), gPartials=partials, gOut=flat)
+        self.after_main.launch(summing, summing, -(-size // elements.COLUMNS_AT_ONCE), gPartials=partials, gOut=flat)

@@ -21,9 +21,6 @@ from tiles.layout import LANES
 
 ROWS, COLUMNS = 16, 64  # keys and columns that a warp sums at once
 WARPS = 4  # warps of a thread block
-MIN_TILES = 4  # query tiles that a thread block goes through at least, counted over the heads of its group
-MAX_DETERMINISTIC = 8  # with deterministic sums, keys are split only as far as there are no more pairs of batch and partial
-COLUMN_MULTIPLE = 8  # partial dK and dV have a multiple of these columns, so that rows are multiples of 16 bytes
 
 
 @dataclass(frozen=True)

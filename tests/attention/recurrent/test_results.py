@@ -1,4 +1,4 @@
-"""attention/recurrent/kernels: what the kernels of chunks are made for is a value, and only what has a meaning can be said."""
+"""The configurations of the chunk kernels: they compare by value, and combinations without a meaning cannot be constructed."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tiles import bf16
 
 
 def test_configurations_are_values():
-    """The same gates and results, made twice, find the kernel that was made before."""
+    """Equal gates and results find the kernel that was made before."""
     one, same, other = (
         chunk_hopper.Config(64, 1, bf16, TokenGate(scale_at_end), ScanOutputs(skip=True))
         for scale_at_end in (False, False, True)
@@ -26,7 +26,7 @@ def test_only_outputs_have_an_epilogue(kind, field):
         kind(**{field: True})
 
 
-def test_only_decays_can_be_scale_at_end_from_the_scale():
+def test_only_decays_have_a_scale_at_the_end():
     assert HeadGate().folds_scale and not HeadGate(scale_at_end=True).folds_scale and not Gate().folds_scale
     with pytest.raises(TypeError, match="scale_at_end"):
         Gate(scale_at_end=True)
@@ -36,7 +36,7 @@ def test_only_decays_can_be_scale_at_end_from_the_scale():
 
 @pytest.mark.parametrize("module, arch", [(chunk_hopper, "sm_90a"), (chunk_ampere, "sm_80")])
 def test_spaces(module, arch):
-    """Every kind of gates and results is there, and what Ampere's kernel cannot do is not: segments of wide keys."""
+    """All kinds of gates and results are there, but for segments of wide keys in Ampere's kernel."""
     shipped = list(module.space(arch, True))
     kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
     assert {type(config.gate) for config in shipped} == kinds
