@@ -109,7 +109,7 @@ def faults():
         parallel.forward(*given, window=(3, 0) if rank else (-3, 0))
     with pytest.raises(ValueError, match="rank . of 2 has 24 tokens, and would have .. of 39"):
         parallel.forward(*given, length=39)
-    with pytest.raises(NotImplementedError, match="alibi: by ring"):
+    with pytest.raises(NotImplementedError, match="alibi: with scheme=.ring"):
         parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
     with pytest.raises(ValueError, match=r"(?s)rank 0: memory=None; sweeps=1\nrank 1: memory=1; sweeps=2"):
         parallel.forward(*[parallel.shard(x) for x in drawn(48, 4, 2)], scheme="ring", memory=1 if rank else None)
