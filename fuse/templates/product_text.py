@@ -146,11 +146,11 @@ class ColumnSelection(NamedTuple):
         """The lines that compute, for each row, its first selected column, and the numbers of the tile's columns. rows,
         columns: the expressions of the numbers of the tile's rows and columns."""
         times = f"{self.width} * " if self.width > 1 else ""
-        return [f"own = {times}{array(self.index_array)}[{rows}]", f"place = {columns}"]
+        return [f"selected = {times}{array(self.index_array)}[{rows}]", f"column = {columns}"]
 
     def written(self, x: Term) -> str:
         """The form of a selection: see ExpressionWriter.forms."""
-        return f"where((place >= own) & (place < own + {self.width}), {{0}}, 0.0)"
+        return f"where((column >= selected) & (column < selected + {self.width}), {{0}}, 0.0)"
 
 
 class ProductWriter:
@@ -214,5 +214,5 @@ def write_selection(writer: ExpressionWriter, kernel: Product, parameters: Mappi
     if selection:
         writer.names |= {x.args[2]: "" for x in kernel.selections}
         writer.forms["select_columns"] = selection.written
-        writer.forms["is_column"] = lambda x: "place == own"
+        writer.forms["is_column"] = lambda x: "column == selected"
     return selection
