@@ -16,7 +16,8 @@ from .product_text import AdjacentProduct, KernelArray, ProductWriter, extent, i
 if TYPE_CHECKING:
     from .few_rows import FewRows
 
-NAMES = "u me inner batch col first band turn tile operand right low weights mine steps narrow product total sums selected column".split()  # ours
+NAMES = "u me inner batch col first band turn tile operand".split()  # variables of the kernel
+NAMES += "right low weights mine steps narrow product total sums selected column".split()
 
 
 class StreamedWeight(NamedTuple):

@@ -30,7 +30,8 @@ GROUP = 8  # the raster group: rows of tiles that share weights in L2
 PROCESSORS = 108  # an A100's multiprocessors: with fewer large tiles, smaller ones serve
 ROOM = 96 * 1024  # bytes of shared memory for tiles, of the 100 KB of sm_86, sm_89 and sm_120
 WARP = 8 * 4  # the columns of a narrow product are a multiple: each of four warps copies a multiple of 8
-NAMES = "batch operand wide part band row col rows cols steps later product smem i scores greatest at chosen end selected column".split()  # ours
+NAMES = "batch operand wide part band row col rows cols steps".split()  # variables of the kernel
+NAMES += "later product smem i scores greatest at chosen end selected column".split()
 
 
 class AmpereSchedule(NamedTuple):
