@@ -139,7 +139,7 @@ class ColumnSelection(NamedTuple):
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
-        """(kernel's parameter, its argument)."""
+        """The kernel's parameter for the index, and its argument."""
         return [(array(self.index_array), self.index_array)]
 
     def lines(self, rows: str, columns: str) -> list[str]:

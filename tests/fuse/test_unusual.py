@@ -91,7 +91,8 @@ def quantised(x):
 
 @pytest.mark.parametrize("dtype", [bf16, fp16, fp32])
 @pytest.mark.parametrize(
-    ("columns", "expected"), [(32, "ShortRows"), (96, "ShortRows"), (128, "ShortRows"), (17440, "LongRows"), (16416, "LongRows")]
+    ("columns", "expected"),
+    [(32, "ShortRows"), (96, "ShortRows"), (128, "ShortRows"), (17440, "LongRows"), (16416, "LongRows")],
 )
 def test_short_and_long_rows(columns, expected, dtype):
     """Rows that one warp holds, and rows that a block reads piece by piece."""
