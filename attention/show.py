@@ -27,8 +27,8 @@ from tiles.launch import kernel_for
 from .reference.scores import ReferenceVariant
 from .softmax import key_block_lists as lists
 from .softmax.assembled import build_variant
-from .softmax.call_options import ends_of
-from .softmax.python_functions import evaluated
+from .softmax.call_options import window_ends
+from .softmax.python_functions import check_function
 
 SKIPPED, PARTIAL, FULL = range(3)  # classes of blocks, numbered as in the kernel
 LINE_WIDTH, PICTURE_SIDE = 96, 384  # characters in a line; pixels of the longer side
@@ -84,13 +84,13 @@ def draw_mask(
         raise ValueError(f"batch and head must not be negative: {batch=}, {head=}")
     arrays, mask_of_head = [describe(x, "aux") for x in aux], None
     if mask is not None:
-        evaluated("mask", mask, [x.form for x in arrays])
+        check_function("mask", mask, [x.form for x in arrays])
         inner = inlined(mask)
 
         def mask_of_head(b, h, i, j, *aux):
             return inner(batch, head, i, j, *aux)
 
-    spec = build_variant(1.0, causal, ends_of(window), mask=mask_of_head)
+    spec = build_variant(1.0, causal, window_ends(window), mask=mask_of_head)
     q_tiles, kv_blocks = -(-q // rows), -(-k // cols)
     classes = np.zeros((1, 1, q_tiles, kv_blocks), np.int8)
     unseen = np.zeros((1, 1, q_tiles, lists.BOTH * kv_blocks), np.int8)

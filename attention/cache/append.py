@@ -118,8 +118,8 @@ def append(
         raise ValueError("out: is where the rotated q goes, and needs q: q=None")
     if q is None and q_norm is not None:
         raise ValueError("q_norm: normalises q, and needs it: q=None")
-    arrays = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
-    arrays = *arrays, *split_norm("k_new_norm", k_new_norm)
+    tensors = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
+    arrays = *tensors, *split_norm("k_new_norm", k_new_norm)
     options = check_flag("interleaved", interleaved), check_flag("causal", causal), check_positive("norm_eps", norm_eps)
     quantizes = has_token_descales(k_descale, v_descale)
     if q is None:

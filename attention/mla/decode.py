@@ -23,10 +23,10 @@ from ..softmax.decode.page_checks import plan_page_checks
 from ..softmax.decode.reach import KeyWindow
 from ..softmax.decode.results import FinalOutput, PartialOutput
 from ..softmax.decode.splits import MAX_SPLITS, choose_split_count
-from ..softmax.fp8 import of_fp8
+from ..softmax.fp8 import is_fp8
 from ..softmax.launches import DTYPES, LOG2_E
 from ..softmax.online import SLACK
-from ..softmax.planning import scale_of
+from ..softmax.planning import resolve_scale
 from ..softmax.variants import Variant
 from . import ampere, boxes, combine, hopper, quantised
 from .products import LatentProducts
@@ -134,7 +134,7 @@ def mla_decode(
         name, other = ("rotary", "descale") if rotary is None else ("descale", "rotary")
         raise TypeError(f"{name}: must be passed together with {other}, with a cache of float8_e4m3fn: {name}=None")
     if rotary is None:
-        if of_fp8(latent):
+        if is_fp8(latent):
             values = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
             raise TypeError(f"latent: in float8_e4m3fn must have {LATENT} columns; pass rotary= and descale=, too: {values}")
         return _mla_decode(stream, (q, latent, lengths, pages, batch_index, out, None), options)
@@ -180,8 +180,8 @@ def _mla_decode_fp8(
 ) -> Plan:
     """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
     if problem("DVK") != (COLUMNS, LATENT, ROTARY):
-        wanted = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
-        raise problem.error("latent", wanted, "q", "latent", "rotary")
+        rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
+        raise problem.error("latent", rule, "q", "latent", "rotary")
     _check_heads(problem)
     vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     chosen = choose_family(problem, family, vector_bytes == hopper.VECTOR_BYTES)
@@ -222,7 +222,7 @@ def _plan(
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens) or most_keys == 0:
         return Plan([Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x])
-    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, scale_of(problem, scale)
+    dtype, gpu, rows, unit = DTYPES[problem.dtype], machine(problem.device), tokens * heads, resolve_scale(problem, scale)
     window, final = KeyWindow(False, causal and tokens > 1, False), FinalOutput(dtype, vector_bytes)
     key_args = {"lengths": problem["lengths"], "added": 0} | ({"right": 0} if window.right else {})
     config = config_for(window, PartialOutput(dtype, vector_bytes))

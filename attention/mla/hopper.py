@@ -231,9 +231,9 @@ def make(config: Config):
     ):  # fmt: skip
         """The same attention, with the same parameters, as of ampere.py's kernel. gRotary: rotated columns, of gLatent's array
         or their own. gDescale: (batch or page, row)."""
-        opened = smem.open()
-        row_sum, descales = opened[6], opened[7] if HAS_DESCALES else None
-        tiles = LatentTiles(opened[0], opened[1], opened[2], opened[3], opened[4], opened[5], descales)
+        memory = smem.open()
+        row_sum, descales = memory[6], memory[7] if HAS_DESCALES else None
+        tiles = LatentTiles(memory[0], memory[1], memory[2], memory[3], memory[4], memory[5], descales)
         if not IS_FINAL:
             grid.release()  # combine.py's blocks may begin, and wait
         grid.wait()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tiles.checks import asked
 
 from ..softmax.block_masks import FIELDS
-from ..softmax.python_functions import named
+from ..softmax.python_functions import register_function
 from .peers import Peers
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def cache_key(x: Any) -> Hashable:
     if isinstance(x, (tuple, list)):
         return tuple(map(cache_key, x))
     if inspect.isfunction(x):
-        return named("mask", x)
+        return register_function("mask", x)
     if hasattr(x, "kv_num_blocks"):
         return str(x.BLOCK_SIZE), *[cache_key(getattr(x, name)) for name in FIELDS]
     return x if x.__hash__ is not None else id(x)
@@ -101,7 +101,7 @@ def describe_value(name: str, x: Any) -> str:
     if isinstance(x, (tuple, list)):
         return f"({', '.join([describe_value('', y) for y in x])})"
     if inspect.isfunction(x):
-        return f"{named('mask', x)}".partition(" of call ")[0]  # the call number, which differs between ranks
+        return f"{register_function('mask', x)}".partition(" of call ")[0]  # the call number, which differs between ranks
     if hasattr(x, "kv_num_blocks"):
         return f"{cache_key(x)}"
     return f"{tuple(x.shape)} of {x.dtype}" if hasattr(x, "shape") else f"{x!r}"

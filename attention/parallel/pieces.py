@@ -23,9 +23,9 @@ import torch
 
 from ..families import family_block_kv
 from ..softmax import ampere, hopper
-from ..softmax.algebra import slopes_of
-from ..softmax.planning import window_of
-from ..softmax.python_functions import known, named
+from ..softmax.algebra import alibi_slope_of
+from ..softmax.planning import window_of_mask
+from ..softmax.python_functions import find_function, register_function
 from .orders import Span, Spans, merge_spans
 from .placed import key_lengths, piece_offsets, sequence_offsets, shift_mask, shift_score
 
@@ -285,7 +285,7 @@ def use_alibi(call: ForwardCall, batch: int) -> ForwardCall:
     if options.get("score") is None or {"alibi", "bias"} & options.keys() or call.key_offset or call.window[1] != 0:
         return call
     aux = tuple(options.get("aux", ()))
-    slope = _find_slopes(named("score", options["score"]), tuple([x.ndim for x in aux]))
+    slope = _find_slopes(register_function("score", options["score"]), tuple([x.ndim for x in aux]))
     if slope is None:
         return call
     heads = torch.arange(call.heads.start, call.heads.stop, device=call.device)
@@ -299,9 +299,9 @@ def use_window(options: dict[str, Any], length: int, keys: int) -> dict[str, Any
     algebra, but not one that is shifted to a piece's positions."""
     if options.get("mask") is None or {"blocks", "cu_seqlens", "lengths_k"} & options.keys():
         return options
-    mask = known(named("mask", options["mask"]))
+    mask = find_function(register_function("mask", options["mask"]))
     window, axes = options.get("window") or (None, None), [x.ndim for x in options.get("aux", ())]
-    found = mask and window_of(mask, axes, bool(options.get("causal")), window, length, keys)
+    found = mask and window_of_mask(mask, axes, bool(options.get("causal")), window, length, keys)
     if not found or not all([end is None or 0 <= end < WINDOW_END for end in found]):
         return options
     return {name: x for name, x in options.items() if name not in ("mask", "causal")} | {"window": found}
@@ -310,8 +310,8 @@ def use_window(options: dict[str, Any], length: int, keys: int) -> dict[str, Any
 @functools.lru_cache(256)
 def _find_slopes(score: str, axes: tuple[int, ...]) -> Callable | None:
     """The function that computes ALiBi's slopes of a score, by the score's name; None if the score is not ALiBi."""
-    function = known(score)
-    return function and slopes_of(function, axes)
+    function = find_function(score)
+    return function and alibi_slope_of(function, axes)
 
 
 class _SlicedBlockMask:
@@ -329,7 +329,7 @@ def common_kv_multiple(head_dim: int, value_dim: int) -> int:
     """A number of keys that is a multiple of the keys in a block of every kernel for these head dims."""
     padded = min(d for d in hopper.SHAPES if d >= max(head_dim, value_dim))
     tables = hopper.TABLES
-    others: tuple[Any, ...] = (ampere.SHAPES, ampere.BUSY, ampere.LOADED, *ampere.ROOMS.values())
+    others: tuple[Any, ...] = (ampere.SHAPES, ampere.VARIED, ampere.BIAS_LOADED, *ampere.BY_SHARED_MEMORY.values())
     keys = [table[padded]["kv"] for table in tables if padded in table]
     return math.lcm(*keys, *[table[padded][0] for table in others if padded in table])
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..options import check_flag
-from ..softmax.autograd import adjacent
+from ..softmax.autograd import make_tma_contiguous
 from ..softmax.backward.norm_programs import norm_gradients, normalise_rows
-from ..softmax.call_options import differentiated
-from ..softmax.gradient import ONCE, flat, grouped
+from ..softmax.call_options import requires_grad
+from ..softmax.gradient import NO_SECOND_DERIVATIVES, flatten_arrays, group_arrays
 from . import plans
 from .agreement import agree_on_plan, cached_plan
 from .gradients import GradientAccumulator
@@ -114,8 +114,8 @@ def _call(group: Any, settings: tuple[Any, ...], explain: bool, q: Any, k: Any, 
     if known.known is not None and out is None and not torch.is_grad_enabled():  # what most calls are: each line costs them
         return known.scheme.attend(q, k, v, known.known)
     check_values(options, known.length, known.keys)
-    arrays, others = ({}, options) if known.plain else flat(_with_aux_tuple(options))
-    if differentiated(q, k, v, *arrays.values()):
+    arrays, others = ({}, options) if known.plain else flatten_arrays(_with_aux_tuple(options))
+    if requires_grad(q, k, v, *arrays.values()):
         found = _ShardedAttention.apply(known, settings[-1], ("q", "k", "v", *arrays), others, q, k, v, *arrays.values())
         result, lse = found if settings[-1] else (found, None)
     else:
@@ -142,7 +142,7 @@ class _ShardedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, return_lse, names, others, *tensors):
-        options = grouped(dict(zip(names[3:], tensors[3:]))) | others if names[3:] else others
+        options = group_arrays(dict(zip(names[3:], tensors[3:]))) | others if names[3:] else others
         out, lse = _attend(plan, *tensors[:3], options)
         ctx.plan, ctx.return_lse, ctx.names, ctx.others = plan, return_lse, names, others
         ctx.set_materialize_grads(False)  # of results that nobody uses
@@ -152,13 +152,13 @@ class _ShardedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse=None):
         if torch.is_grad_enabled():
-            raise NotImplementedError(f"{ONCE}; leave create_graph=True out")
+            raise NotImplementedError(f"{NO_SECOND_DERIVATIVES}; leave create_graph=True out")
         *tensors, out, lse = ctx.saved_tensors
-        options = grouped(dict(zip(ctx.names[3:], tensors[3:]))) | ctx.others
+        options = group_arrays(dict(zip(ctx.names[3:], tensors[3:]))) | ctx.others
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         wanted = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[4:]) if needs]
-        dout = torch.zeros_like(out) if dout is None else adjacent(dout)
+        dout = torch.zeros_like(out) if dout is None else make_tma_contiguous(dout)
         if dlse is not None:
             dlse = dlse.contiguous()
         elif ctx.return_lse and ctx.plan.scheme.moves_queries:  # so does this, as other ranks may have one
@@ -192,7 +192,7 @@ def _differentiate(plan, dout, dlse, q, k, v, out, lse, options, wanted) -> dict
             names = [f"{name}_norm", f"{name}_norm_bias"]
             flat_parts = [y for part in parts for y in (part if isinstance(part, tuple) else (part,))]
             results |= dict(zip(names, flat_parts))
-    given = dict(flat(options)[0])
+    given = dict(flatten_arrays(options)[0])
     return {name: x if name in "qkv" or name not in given else x.to(given[name].dtype) for name, x in results.items()}
 
 

@@ -14,13 +14,13 @@ from tiles.frameworks import describe
 
 from ..options import check_positive, split_norm
 from ..softmax.block_masks import FIELDS
-from ..softmax.call_options import AUX, blocks_of, ends_of, random_of
+from ..softmax.call_options import AUX, block_options, dropout_options, window_ends
 from ..softmax.forward_programs import VARIANTS, ScoreOptions
 from ..softmax.forward_programs import keys_of_a_block as kv_block_of_variant
-from ..softmax.index_checks import Asking, indexed
-from ..softmax.launches import over
-from ..softmax.planning import check_extents, parts_of
-from ..softmax.python_functions import named
+from ..softmax.index_checks import IndexingFunctions, plan_index_checks
+from ..softmax.launches import expand_axes
+from ..softmax.planning import check_extents, norm_and_dropout_parts
+from ..softmax.python_functions import register_function
 from .peers import check_torch_tensors
 
 COUNTS = {"cu_seqlens": ENDS, "cu_seqlens_k": KEY_ENDS, "lengths_k": KEY_LENGTHS}  # what their values must be
@@ -31,25 +31,28 @@ def check_whole(q: Any, k: Any, v: Any, length: int, length_k: int, options: Map
     """TypeError, ValueError, NotImplementedError: options are not what one GPU would take of so many queries and keys; or the
     bias has other rows than this rank's queries."""
     check_torch_tensors(**{name: options[name] for name in ("bias", *COUNTS) if name in options})
-    blocks_of(options.get("blocks"))
+    block_options(options.get("blocks"))
     aux = options.get("aux", ())
     if len(aux) == AUX and options.keys() & {"mask", "score"}:
         raise TypeError(f"aux: must be up to {AUX - 1} arrays on several ranks, where there is one more of theirs: {len(aux)=}")
     problem = VARIANTS.problem(_forms(q, k, v, length, length_k, options), "bshd")
     check_extents(problem)
     for name, axes in ("bias", "NHST"), ("alibi", "NH"):
-        over(problem, name, axes)
+        expand_axes(problem, name, axes)
     if "Z" in problem.extents:
         raise NotImplementedError("lengths_k: of parts of queries it is not served on several ranks")
     read = [problem[f"aux{n}"] for n in range(len(aux))]
-    window = ends_of(options.get("window"))
-    indexed(problem, Asking(options.get("mask"), options.get("score"), read, bool(options.get("causal")), *window, length_k))
+    window = window_ends(options.get("window"))
+    plan_index_checks(
+        problem,
+        IndexingFunctions(options.get("mask"), options.get("score"), read, bool(options.get("causal")), *window, length_k),
+    )
 
 
 def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: Mapping[str, Any]) -> int | None:
     """How many keys a block has in the kernel by which one GPU serves the whole; None where there is none to serve. q, k, v: a
     rank's shares."""
-    blocks, random = blocks_of(options.get("blocks")), random_of(options.get("dropout", 0.0), options.get("seed"))
+    blocks, random = block_options(options.get("blocks")), dropout_options(options.get("dropout", 0.0), options.get("seed"))
     norms = [x for name in ("q_norm", "k_norm") for x in split_norm(name, options.get(name))]
     others = dict(zip(("q_norm", "q_norm_bias", "k_norm", "k_norm_bias"), norms)) | {"seed": random.seeds}
     others |= dict(zip((*FIELDS, "lists", "marks"), blocks.arrays))
@@ -58,13 +61,13 @@ def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: M
     problem = VARIANTS.problem(forms, "bshd")
     if 0 in problem("BSHT"):
         return None
-    mask, score = (named(name, options.get(name)) for name in ("mask", "score"))
+    mask, score = (register_function(name, options.get(name)) for name in ("mask", "score"))
     cap = check_positive("softcap", options.get("softcap"))
     seen = ScoreOptions(
-        bool(options.get("causal")), *ends_of(options.get("window")), cap, mask, score, *blocks.size, blocks.ready_for
+        bool(options.get("causal")), *window_ends(options.get("window")), cap, mask, score, *blocks.size, blocks.ready_for
     )
     seed = None if random.seed is None else Number(0)  # which one it is decides nothing
-    more = parts_of(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
+    more = norm_and_dropout_parts(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
     return kv_block_of_variant(problem, seen, options.get("scale"), options.get("family"), more)
 
 

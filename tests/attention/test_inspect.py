@@ -26,7 +26,7 @@ from attention.softmax.decode.reach import KeyWindow
 from attention.softmax.decode.results import PartialOutput
 from attention.softmax.decode.splits import StreamKSplits
 from attention.softmax.dropped import Dropped
-from attention.softmax.norm_parts import Layer, Normed
+from attention.softmax.norm_parts import LayerNorm, Normed
 from attention.softmax.variants import Variant
 from attention.softmax.visible_keys import CAUSAL, FULL
 from ops import exp2, load, row_max, store
@@ -75,7 +75,7 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
     ),
     ("sm_80", backward.ampere, backward.ampere.config_for(256, bf16, CAUSAL)),
     ("sm_120a", backward.ampere, backward.ampere.config_for(128, fp16, FULL)),
-    ("sm_80", backward.norms, backward.norms.NormRowGradients(Layer(), 256, bf16, False)),
+    ("sm_80", backward.norms, backward.norms.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", ampere, ampere.config_for(64, bf16, CAUSAL, LARGE, 8)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),

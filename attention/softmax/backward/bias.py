@@ -54,14 +54,14 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def bias_gradient(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDO: array(4, INPUT), gLseDelta: array(3),
-        gDBias: array(4), params: PARAMS, aux: AUX, bias_heads: INT, bias_tiles: INT, blocks: INT, batches: INT, heads: INT,
+        gDBias: array(4), params: PARAMS, aux: AUX, bias_heads: INT, bias_q_tiles: INT, blocks: INT, batches: INT, heads: INT,
         tiles: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A tile of dBias, which has `bias_heads` heads and `bias_tiles` query tiles; `batches`, `heads` and `tiles` share
+        """A tile of dBias, which has `bias_heads` heads and `bias_q_tiles` query tiles; `batches`, `heads` and `tiles` share
         it. The weight of a score s is exp2(`scale` s - lse); `group` query heads share a key head."""
         q, k, v, do, scratch = smem.open()
         rest, number = divmod(cuda.blockIdx.x, blocks)
-        rest, bias_tile = divmod(rest, bias_tiles)
+        rest, bias_tile = divmod(rest, bias_q_tiles)
         bias_batch, bias_head = divmod(rest, bias_heads)
         total, n = zeros(S), int32(0)
         for m in range(batches * heads * tiles):

@@ -87,11 +87,11 @@ def make(config: Config):
     )
 
     @inlined
-    def tile_of(m, bias_heads, bias_tiles, blocks, params, aux):
+    def tile_of(m, bias_heads, bias_q_tiles, blocks, params, aux):
         """(the context of the m-th tile's first query and head, its first key, do its queries see any of its keys, must its
         scores be masked?)"""
         rest, number = divmod(int32(m), blocks)
-        rest, tile = divmod(rest, bias_tiles)
+        rest, tile = divmod(rest, bias_q_tiles)
         batch, head = divmod(rest, bias_heads)
         seq, row, key = sequences.sequence(batch, params), int32(ROWS * tile), int32(COLS * number)
         ctx = ScoreContext(batch, head, row, seq.seqlen_k - seq.seqlen_q, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
@@ -125,11 +125,11 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def bias_gradient(
         gQ: tiled(config.query), gK: tiled(config.key), gV: tiled(config.value), gDO: tiled(DOUT), gLseDelta: array(3),
-        gDBias: array(4), params: PARAMS, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_tiles: INT, blocks: INT,
+        gDBias: array(4), params: PARAMS, aux: AUX, dbias_tiles: INT, bias_heads: INT, bias_q_tiles: INT, blocks: INT,
         batches: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """Tile number blockIdx, and every gridDim-th after it, of the `dbias_tiles` tiles of dBias, which has `bias_heads`
-        heads, `bias_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is
+        heads, `bias_q_tiles` query tiles and `blocks` key blocks; `batches` and `heads` share each. The weight of a score s is
         exp2(`scale` s - lse); `group` query heads share a key head."""
         q, k, v, do, tiles = bias_tiles.open(smem)
         wg = warpgroup.id()
@@ -137,7 +137,7 @@ def make(config: Config):
         if wg == CONSUMERS:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
-                ctx, key, visible, _ = tile_of(m, bias_heads, bias_tiles, blocks, params, aux)
+                ctx, key, visible, _ = tile_of(m, bias_heads, bias_q_tiles, blocks, params, aux)
                 if visible:
                     bias_tiles.fill(tiles, t, params, (ctx.batch, ctx.head, ctx.row, key // COLS))
                     for i in range(batches * heads):
@@ -153,7 +153,7 @@ def make(config: Config):
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             rings = q, k, v, do
             for m in range(cuda.blockIdx.x, dbias_tiles, cuda.gridDim.x):
-                ctx, key, visible, masked = tile_of(m, bias_heads, bias_tiles, blocks, params, aux)
+                ctx, key, visible, masked = tile_of(m, bias_heads, bias_q_tiles, blocks, params, aux)
                 row, total = int32(ctx.row + EACH * wg + S.rows * warpgroup.rank()), zeros(S)
                 if visible:
                     tile = tiles.wait(t)

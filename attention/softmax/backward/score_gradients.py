@@ -10,7 +10,7 @@ from tiles.schema import REAL, Problem
 
 from ..assembled import VariantSpec
 from ..call_options import AUX
-from ..launches import LOG2_E, Before
+from ..launches import LOG2_E, PreparationSteps
 from ..score_derivative import Derivatives
 from . import bias, elements, hopper_bias, recomputed_scores
 
@@ -44,7 +44,13 @@ class ScoreGradients:
     kernels have in common."""
 
     def __init__(
-        self, problem: Problem, spec: VariantSpec, config: Any, after_main: Before, args: dict[str, Any], processors: int
+        self,
+        problem: Problem,
+        spec: VariantSpec,
+        config: Any,
+        after_main: PreparationSteps,
+        args: dict[str, Any],
+        processors: int,
     ):
         self.problem, self.spec, self.config, self.after_main = problem, spec, config, after_main
         self.args, self.processors = args, processors
@@ -80,14 +86,16 @@ class ScoreGradients:
             dbias_tiles = batches * bias_heads * tiles * blocks
             grid = min(dbias_tiles, self.processors)
             self.after_main.launch(
-                hopper_bias, config, grid, bias_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **bias_args
+                hopper_bias, config, grid, bias_q_tiles=tiles, blocks=blocks, dbias_tiles=dbias_tiles, **bias_args
             )
         else:
             one_row = rows == 1
             tiles, blocks = 1 if one_row else self.tiles, self.blocks
             config = bias.Config(**self.config_fields(read), one_row=one_row, accumulate=self.config.accumulate)
             grid = batches * bias_heads * tiles * blocks
-            self.after_main.launch(bias, config, grid, bias_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args)
+            self.after_main.launch(
+                bias, config, grid, bias_q_tiles=tiles, blocks=blocks, tiles=self.tiles // tiles, **bias_args
+            )
 
     def work_extents(self) -> tuple[int, int, int, int]:
         """(batches, heads, query tiles, key blocks) that thread blocks go through; of packed sequences (1, heads, the query
@@ -108,7 +116,7 @@ class ScoreGradients:
             return
         max_grid = max(1, elements.MAX_BYTES // (4 * size * warps * len(reads)))
         grid = min(batches * heads * tiles * blocks, elements.MAX_BLOCKS_PER_SM * self.processors, max_grid)
-        partials = self.after_main.memory((len(reads) * grid * warps, size), "float32")
+        partials = self.after_main.allocate((len(reads) * grid * warps, size), "float32")
         for n, read in enumerate(reads):
             extents = {"batches": batches, "heads": heads, "tiles": tiles, "blocks": blocks, "first": n * grid * warps}
             self.after_main.launch(

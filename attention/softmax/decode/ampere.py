@@ -182,26 +182,26 @@ def space(arch: str, everything: bool) -> Iterator[Config]:
     products: list[tuple[SameDtypeProducts, int]] = [(SameDtypeProducts(bf16), size)] + [(Fp8Products(bf16, True), size)] * fp8
     if everything:
         products += [*((SameDtypeProducts(bf16), n) for n in PIECES[1:]), (SameDtypeProducts(fp16), size)]
-    found = [
+    configs = [
         config_for(dim, dim, product, plain, window, cache(n), result(product.q_dtype, n), plain, split, pdl, tall, limit)
         for (product, n), dim, (window, cache, result, split), tall in itertools.product(products, SHAPES, kinds, (False, True))
     ]
     if fp8:
         dense, part = DenseLoader(size), PartialOutput(bf16, size)
         kind = Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl
-        found.append(config_for(128, 128, *kind, False, limit))
+        configs.append(config_for(128, 128, *kind, False, limit))
         for dim, cache, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
             kind = Fp8KeyScaledProducts(bf16, True), plain, causal, cache(size), final_or_partial(bf16, size), plain
-            found.append(config_for(dim, dim, *kind, StreamKSplits, pdl, tall, limit))
+            configs.append(config_for(dim, dim, *kind, StreamKSplits, pdl, tall, limit))
     if everything:
         same, packed = SameDtypeProducts(bf16), PackedPartialOutput(bf16, size)
         kind = same, plain, causal, PagedLoader(size), packed, plain, FixedSplits, pdl
-        found += [config_for(dim, dim, *kind, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
+        configs += [config_for(dim, dim, *kind, tall, limit, PackedRows) for dim in SHAPES for tall in (False, True)]
         for (q_norm, keys_norm), dim, tall in itertools.product(NORMS, SHAPES, (False, True)):
             if keys_norm.allows_tall_tiles or dim < max(SHAPES) or limit > SMALL:  # the other one spills 32 bytes
                 kind = same, Normed(q_norm), causal, DenseLoader(size), final_or_partial(bf16, size), plain, StreamKSplits, pdl
-                found.append(config_for(dim, dim, *kind, tall, limit, keys_norm=keys_norm))
-    yield from dict.fromkeys(found)
+                configs.append(config_for(dim, dim, *kind, tall, limit, keys_norm=keys_norm))
+    yield from dict.fromkeys(configs)
 
 
 @functools.cache
@@ -327,8 +327,8 @@ def make(config: Config):
         """Attention of one of `row_tiles` tiles of rows of a key head, over one of `splits` splits of the keys. A row is one of
         the `group` query heads of one of `tokens` tokens. The weight of a score s is exp2(`scale` s). slack: by how much the
         row maximum may lag behind the scores."""
-        opened = smem.open()
-        q, k, v, scratch, pipes = opened[0], opened[1], opened[2], opened[3], opened[4:]
+        memory = smem.open()
+        q, k, v, scratch, pipes = memory[0], memory[1], memory[2], memory[3], memory[4:]
         if PDL and IS_PARTIAL:
             grid.release()  # combine.py's blocks may begin, and wait
         rest, index = divmod(cuda.blockIdx.x, row_tiles)

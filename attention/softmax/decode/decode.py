@@ -13,10 +13,10 @@ from ...cache import append as appending
 from ...families import choose_family
 from ...names import suggests_argument_names
 from ...options import check_flag, check_number, check_positive, split_norm
-from ..call_options import OF_AUX, eight, ends_of
-from ..index_checks import Asking, indexed
-from ..planning import check_extents, functions_of, scale_of
-from ..python_functions import named
+from ..call_options import OF_AUX, pad_aux, window_ends
+from ..index_checks import IndexingFunctions, plan_index_checks
+from ..planning import check_extents, load_functions, resolve_scale
+from ..python_functions import register_function
 from .launches import DecodeOptions, plan_new_keys, plan_prefill, plan_split_kv, prefers_split_kv, select_loader
 from .norm_planning import select_norms
 from .page_checks import plan_page_checks
@@ -176,15 +176,15 @@ def decode(
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError, TypeError: name the argument and print the values, before anything is launched."""
-    left, right = ends_of(window)
+    left, right = window_ends(window)
     options = (  # of every step of a server: each line costs it
         check_flag("causal", causal),
         left,
         right,
         None if softcap is None else check_positive("softcap", softcap),
         check_splits(splits),
-        None if mask is None else named("mask", mask),
-        None if score is None else named("score", score),
+        None if mask is None else register_function("mask", mask),
+        None if score is None else register_function("score", score),
         check_flag("interleaved", interleaved),
         0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
         None if scale is None else check_number("scale", scale),
@@ -202,7 +202,7 @@ def decode(
     tensors, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
     norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
     if k_new is v_new is rotary is None:
-        return _variant(stream, (*tensors, cu_seqlens, *keys, *norms, *eight(aux), out, None), options, layout)
+        return _variant(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), out, None), options, layout)
     if k_new is None or v_new is None:
         name, other = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
         raise ValueError(f"{name}: must be passed together with {'rotary' if k_new is v_new is None else other}: {name}=None")
@@ -217,10 +217,10 @@ def decode(
         place = lengths, pages, batch_index, cu_seqlens
         q_rotated, lengths_after = _append_before(q, k, v, place, new, options, layout, descales)
         keys = lengths_after, *keys[1:], *((None, None) if rotary is not None else norms[:2]), *norms[2:]
-        return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *eight(aux), out, None), options, layout)
+        return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *pad_aux(aux), out, None), options, layout)
     new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *appending.rotary_tables(rotary), positions
     call = _append_quantising if appending.has_token_descales(k_descale, v_descale) else _append
-    return call(stream, (*tensors, cu_seqlens, *keys, *norms, *eight(aux), *new, out, None), options, layout)
+    return call(stream, (*tensors, cu_seqlens, *keys, *norms, *pad_aux(aux), *new, out, None), options, layout)
 
 
 def _append_before(q, k, v, place, new, options, layout, descales) -> tuple[Any, Any]:
@@ -291,10 +291,10 @@ def _decode(
         return Plan([*append.steps, *fills], append.scratch)
     if mask is None:  # pages of keys that a mask hides may be missing
         append = append._replace(steps=[*plan_page_checks(problem, left), *append.steps])
-    *functions, aux = functions_of(problem, mask, score, most_keys)
-    checks = indexed(problem, Asking(functions[0], functions[1], aux, causal, left, right, most_keys))
+    *functions, aux = load_functions(problem, mask, score, most_keys)
+    checks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, most_keys))
     append = append._replace(steps=[*checks, *append.steps])
-    options = DecodeOptions(causal, left, right, softcap, scale_of(problem, scale), functions[0], functions[1], aux)
+    options = DecodeOptions(causal, left, right, softcap, resolve_scale(problem, scale), functions[0], functions[1], aux)
     shifts_keys = "leftpad" in problem and (mask or score)  # forward would pass functions key indices that begin at leftpad
     many_tokens = tokens >= MANY_TOKENS * (sequences if "cu_seqlens" in problem else 1)
     norms = select_norms(problem, norm_eps)
