@@ -114,7 +114,7 @@ class PreparationSteps:
         self.launch(block_masks, block_masks.Config(), grid, marks=found, **numbers, **lists)
         return found
 
-    def listed(
+    def list_key_blocks(
         self,
         spec: VariantSpec,
         varies: tuple[bool, bool],

@@ -145,7 +145,7 @@ def test_a_block_of_zeros_counts_in_the_sum_of_weights():
 
 def test_descales_of_blocks_of_many_columns_are_refused():
     q, k, v = inputs(1, 8, 8, 1, 1, 144)
-    with pytest.raises(NotImplementedError, match="q_descale: of blocks is served with up to 128 columns"):
+    with pytest.raises(NotImplementedError, match="q_descale: of blocks is supported for up to 128 columns"):
         attention.forward(q, k, v, **block_units(q, k, v))
 
 

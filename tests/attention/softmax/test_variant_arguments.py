@@ -108,7 +108,7 @@ INVALID = [
     # sequences
     (dict(cu_seqlens=ends(0, 3, 7), batch=2), V, "cu_seqlens: batch must be 1, all sequences one after the other: cu_seqlens"),
     (dict(cu_seqlens_k=ends(0, 3, 7)), V, "cu_seqlens_k: needs cu_seqlens, which is None"),
-    (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: is required if q and k have different numbers of rowses: q.sha"),
+    (dict(cu_seqlens=ends(0, 3, 7), cols=9), V, "cu_seqlens_k: is required if q and k have different numbers of rows: q.sha"),
     (dict(cu_seqlens=ends(0, 3, 7), cu_seqlens_k=ends(0, 7)), V, "cu_seqlens_k: length must equal cu_seqlens's: cu_seqlens_k."),
     (dict(cu_seqlens=ends(0)), V, "cu_seqlens: must have two elements or more: cu_seqlens.shape=(1,)"),
     (dict(cu_seqlens=zeros(3)), T, "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'"),
