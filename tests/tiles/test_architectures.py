@@ -67,7 +67,6 @@ def test_more_shared_memory_than_today_s(monkeypatch):
 
     def chosen(room):
         yield from (ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
-        yield from (backward_ampere.config_for(dim, bf16, FULL, room=room) for dim in (64, 128, 256))
         for dim in (64, 96, 128, 192, 256):
             for product in (Same(bf16), Narrow(bf16, True)):
                 for split in (Parted, Shares):

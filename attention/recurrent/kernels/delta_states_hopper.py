@@ -35,7 +35,7 @@ from .delta_solver import Solver
 from .gates import DOWN
 from .tokens import CHUNK, COLUMNS, Sequences, Span, assigned
 
-REGISTERS = {1: (56, 104, 240), 2: (48, 88, 184)}  # consumers -> registers a thread of loader, solver and consumer
+REGISTERS = {1: (56, 104, 240), 2: (48, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
 STAGES = 4  # chunks in flight
 AHEAD = 3  # chunks that the solver may be ahead
 SUMMING = warpgroup.WARPGROUP - 1  # warps of the loader that sum up gates, a chunk each in turn

@@ -25,7 +25,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
 from tiles.arguments import FLOAT, INT, array
 from tiles.cp_async import PIECES
 from tiles.layout import LANES, WARPGROUP
-from tiles.targets import LARGE, SMALL, capability, shared_bytes
+from tiles.targets import LARGE, capability, is_hopper, shared_bytes
 
 from ..variants import At, Variant
 from ..visible_keys import CAUSAL, FULL
@@ -94,7 +94,8 @@ SHAPES: dict[int, Shape] = {  # of a padded head_dim
     256: (32, 32, 16, 32, True, 1),
 }
 PLAIN = SHAPES | {128: (64, 64, 32, 64, True, 2)}  # where scores take no registers of their own
-ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90 and sm_100
+ROOMY = PLAIN | {64: (128, 128, 32, 32, False, 2)}  # and a multiprocessor holds two blocks of 97 KB: sm_90
+FEWER = PLAIN | {64: (128, 64, 32, 16, False, 2)}  # the same where 128 queries spill: sm_100, and sm_90 by small pieces, full
 Shorts = dict[int, list[tuple[float, float, Shape]]]
 SHORT: Shorts = {  # ... and sequences have up to so many queries and keys: sm_90
     64: [(64, math.inf, (64, 64, 16, 32, False, 3)), (128, 128, ROOMY[64])],
@@ -124,28 +125,34 @@ def config_for(
     variant: Variant,
     piece: int = 16,
     value_dim: int | None = None,
-    room: int = SMALL,
+    capability: tuple = (8, 0),
     shape: Shape | None = None,
     **kind: Any,
 ) -> Config:
-    """The configuration that serves a problem on a GPU whose blocks may have `room` bytes of shared memory: the next larger
-    dims, both as the greater one. shape: see `short`. kind: see BaseConfig."""
-    since_hopper = room >= LARGE
-    shapes = SHAPES if variant.scored or variant.draws else ROOMY if since_hopper else PLAIN
-    padded = padded_dim(head_dim, value_dim)
-    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), QUAD if since_hopper else 1, piece, **kind)
+    """The configuration that serves a problem on a GPU of such a compute capability: the next larger dims, both as the greater
+    one. shape: see `short`. kind: see BaseConfig."""
+    hopper, padded = is_hopper(capability), padded_dim(head_dim, value_dim)
+    if variant.scored or variant.draws:
+        shapes = SHAPES
+    elif shared_bytes(capability) < LARGE:
+        shapes = PLAIN
+    else:
+        shapes = ROOMY if hopper and (variant is not FULL or piece == PIECES[0]) else FEWER
+    together = QUAD if hopper else 1  # sm_100 spills with a quad
+    return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), together, piece, **kind)
 
 
 def space(arch: str, everything: bool) -> Iterator[Config]:
     """What an architecture is served with: bf16 and whole pieces, or `everything`."""
     forms = [(bf16, PIECES[0]), *((bf16, piece) for piece in PIECES[1:]), (fp16, PIECES[0])]
+    gpu = capability(arch)
     for (of, piece), head_dim, variant in itertools.product(forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)):
-        config = config_for(head_dim, of, variant, piece, room=shared_bytes(capability(arch)))
+        config = config_for(head_dim, of, variant, piece, capability=gpu)
         yield from (config, replace(config, alone=True))
-        if arch == "sm_90a":
+        if arch == "sm_90a" and piece == PIECES[0]:  # else TMA does not serve, either, and nothing is short
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
-                    of_short = config_for(head_dim, of, variant, piece, room=LARGE, shape=shape)
+                    of_short = config_for(head_dim, of, variant, piece, capability=gpu, shape=shape)
                     yield from (of_short, replace(of_short, alone=True))
 
 

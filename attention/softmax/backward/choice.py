@@ -60,8 +60,8 @@ def chosen(
         learns = slopes.asked(variant, reads["dalibi"][0])
     kind = {"axes": tuple([len(x.form.shape) for x in aux]), "by_list": by_list, "lie": lie, "adds": adds, "learns": learns}
     if not tma:
-        at_once, room = problem.bytes_at_once(), machine(problem.device).shared_bytes
-        config = ampere.config_for(head_dim, dtype, variant, at_once, value_dim, room, shape, **kind, **in_order)
+        at_once, gpu = problem.bytes_at_once(), machine(problem.device).capability
+        config = ampere.config_for(head_dim, dtype, variant, at_once, value_dim, gpu, shape, **kind, **in_order)
         return Choice(ampere, replace(config, alone=alike and kv_len <= config.kv), plain)
     by_tile = in_tiles(problem, variant)
     if plain and hopper_narrow.serves(head_dim, by_tile, value_dim):

@@ -76,7 +76,8 @@ def make(config: Config):
     def sloped(j, p, dv, values, rings, me):
         """(dS of tile j, whose weights are p, for dK; dV, pending). dS is also left in shared memory, for dQ."""
         q, do, ds, dq, sums, bias = rings
-        dp = warpgroup.mm_ABt(values, do.wait(j))
+        own = subtile(values, EACH, warpgroup.id())  # asked anew: descriptors held over the loop spill
+        dp = warpgroup.mm_ABt(own, do.wait(j))
         weights = INPUT(turned(p))
         dv = warpgroup.mma_AB(dv, weights, do.wait(j))
         dp = turned(warpgroup.wait(dp, newer=1))
@@ -158,7 +159,7 @@ def make(config: Config):
                 keys, values = k.wait(0), v.wait(0)
                 every.clear(keys, CONSUMERS)
                 every.clear(values, CONSUMERS)
-                rings, blocks_of = (q, do, ds, dq, sums, bias), (subtile(keys, EACH, me), subtile(values, EACH, me), k)
+                rings, blocks_of = (q, do, ds, dq, sums, bias), (subtile(keys, EACH, me), values, k)
                 mine, i = int32(key + EACH * me + S.cols * warpgroup.rank()), int32(0)
                 s = warpgroup.mm_ABt(blocks_of[0], q.wait(0))
                 p = weighed(i, warpgroup.wait(s), tiling.cut(every, order.nth(every.n, i)), rings, me, here, mine, scale)
