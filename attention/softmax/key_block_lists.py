@@ -14,7 +14,7 @@ from typing import Any
 
 from numba import cuda
 from numba.cuda import types
-from numpy import float32, int32
+from numpy import float32, int32, uint32
 
 from ops import col_index, divmod, finish_sum, lane_sum, ones, row_index, tile_max, tile_sum, where, zeros
 from tiles import fp32, inlined, rt, static
@@ -33,7 +33,8 @@ AHEAD, BEHIND, BOTH, MOST = 0, 1, 2, 127  # the two numbers of unseen keys, whic
 
 @static
 class Listed(Tiling):
-    """A Tiling in which a list says which key blocks a tile works on: given.lists, by batch, head and block of queries."""
+    """A Tiling in which a list says which key blocks a tile works on: given.lists, by batch, head and block of queries. Indices
+    are unsigned: one that might be negative is tested, and takes two registers."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class Listed(Tiling):
 
     @inlined
     def key_blocks(self, row, at):
-        lists, batch, head, tile = at.given.lists, at.batch, at.head, row // self.rows
+        lists, batch, head, tile = at.given.lists, uint32(at.batch), uint32(at.head), uint32(row // self.rows)
         n, cut = lists[batch, head, tile, 0], lists[batch, head, tile, 1]
         ahead, behind = lists[batch, head, tile, 2], lists[batch, head, tile, 3]
         return Blocks(int32(0), int32(n), int32(0), int32(cut), int32(ahead), int32(behind))
@@ -55,7 +56,8 @@ class Listed(Tiling):
     def key(self, blocks, i, at):
         i = min(i, blocks.n - 1)  # kernels ask ahead
         place = HEAD + i if i < blocks.cut else at.given.lists.shape[3] - 1 - i + blocks.cut
-        return int32(at.given.lists[at.batch, at.head, at.row // self.rows, place] * self.kv)
+        batch, head, tile = uint32(at.batch), uint32(at.head), uint32(at.row // self.rows)
+        return int32(at.given.lists[batch, head, tile, uint32(place)] * self.kv)
 
 
 @dataclass(frozen=True)
