@@ -9,7 +9,6 @@ from attention import inspect
 from attention.mla import ampere as mla_ampere
 from attention.mla import quantised as mla_quantised
 from attention.softmax import ampere
-from attention.softmax.backward import ampere as backward_ampere
 from attention.softmax.decode import ampere as decode_ampere
 from attention.softmax.decode import combine
 from attention.softmax.decode.caches import Dense, Paged

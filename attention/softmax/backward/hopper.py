@@ -40,6 +40,12 @@ class Config(hopper_pipeline.Config):
         """Threads of a block: the consumers and one producer warpgroup."""
         return warpgroup.THREADS * (CONSUMERS + 1)
 
+    @property
+    def anew(self) -> bool:
+        """Does a consumer ask for its number anew where it takes its rows of the values? Their descriptors, held over the loop,
+        made registers spill under ALiBi and lists; others pay some instructions."""
+        return self.head_dim == 128 and not (self.sequences.packed or self.variant.bends)
+
 
 SHAPES: dict[int, dict[str, Any]] = {  # of a padded head_dim
     64: {"kv": 128, "queries": 128},
@@ -92,7 +98,7 @@ def make(config: Config):
     K_COLS, V_COLS = config.head_dim // SHARE, config.value_dim // SHARE
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")
     SCORES = rt(16, ROWS, fp32)
-    LEARNERS, (keep, claim) = config.learners, REGISTERS
+    LEARNERS, ANEW, (keep, claim) = config.learners, config.anew, REGISTERS
     smem = hopper_pipeline.memory(config)
     bring, send = hopper_pipeline.bringing(config, ahead=True), hopper_pipeline.sending(config)
 
@@ -116,6 +122,7 @@ def make(config: Config):
         """(the scores of the next tile of queries, which begins with query `coming`; dK, dV and the slopes' sum) after tile j,
         whose scores are s."""
         k, q, do, ds, dq, sums, bias = rings
+        values = subtile(values, EACH, (warpgroup.id() if ANEW else me) // SHARE)
         dp = warpgroup.mm_ABt(values, whole(do.wait(j), at.queries - at.row))
         at = brought.by_keys(bias, j, at, me // SHARE)
         of_rows = sums.wait(j)
@@ -207,7 +214,7 @@ def make(config: Config):
             sequences.clear(values, own.keys - key, CONSUMERS)
             every.clear(keys, CONSUMERS)
             every.clear(values, CONSUMERS)
-            keys, values = subtile(keys, EACH, me // SHARE), subtile(values, EACH, me // SHARE)
+            keys = subtile(keys, EACH, me // SHARE)
             mine = int32(key + EACH * (me // SHARE) + S.cols * warpgroup.rank())
             rings = k, q, do, ds, dq, sums, bias
             queries = whole(q.wait(0), own.queries - ROWS * tiling.tile(every, order.nth(every.n, 0), key, at, group))
